@@ -1,0 +1,41 @@
+# Every target sets up what it needs, once. `make help` lists them.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A change of any of these sets the environment up anew.
+STAMP := $(VENV)/.ready-$(subst /,_,$(subst =,_,$(subst $() ,_,$(TORCH))))
+
+.PHONY: help demo test lint clean setup
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    replay a chat workload through the whole system (under a minute)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove everything that was set up or built"
+	@echo "TORCH='torch==2.13.0' chooses another torch, PYTHON=python3.12 another Python"
+
+setup: $(STAMP)
+
+# torch is pinned in the same command, so that nothing else chooses another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)" -e ".[dev]"
+	rm -f $(VENV)/.ready-*
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/kvoffload replay
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
