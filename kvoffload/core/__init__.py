@@ -1,0 +1,1 @@
+"""The core: knows no accelerator, no engine, no plugin manager."""

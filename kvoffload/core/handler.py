@@ -1,0 +1,94 @@
+"""A handler moves blocks between two media, asynchronously, and reports each job once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from kvoffload.core.backend import Lane
+from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
+from kvoffload.core.errors import UnroutableError
+from kvoffload.core.specs import LoadStoreSpec
+
+
+class OffloadingHandler(ABC):
+    """Moves blocks from one medium to another."""
+
+    @abstractmethod
+    def transfer_async(
+        self,
+        job_id: int,
+        spec: tuple[LoadStoreSpec, LoadStoreSpec],
+        *,
+        after: After = CURRENT_STREAM,
+    ) -> bool:
+        """Start a transfer and return at once.
+
+        Args:
+            job_id: any integer that is not in flight.
+            spec: source and destination.
+            after: what the copy starts after; by default everything that the calling thread's
+                stream holds now.
+
+        Returns:
+            True: the job was created, and :meth:`get_finished` will report it.
+
+        Raises:
+            SpecError: the arguments are wrong; no job was created.
+            ClosedError: after :meth:`shutdown`.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Results of the jobs that ended since the last call; never waits."""
+
+    @abstractmethod
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Block until the jobs have ended; unknown ids are ignored. Results come as always."""
+
+    @abstractmethod
+    def fence(self, job_ids: Iterable[int]) -> None:
+        """Make the caller's current stream wait for the jobs; unknown ids are ignored."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all jobs and give resources back. Works twice."""
+
+
+class SingleDirectionOffloadingHandler(OffloadingHandler):
+    """One lane of a :class:`TransferEngine`: only stores, or only loads."""
+
+    def __init__(self, engine: TransferEngine, lane: Lane) -> None:
+        self._engine = engine
+        self._lane = lane
+        device_to_host = ("device", "host")
+        self._media = device_to_host if lane is Lane.STORE else device_to_host[::-1]
+
+    def transfer_async(
+        self,
+        job_id: int,
+        spec: tuple[LoadStoreSpec, LoadStoreSpec],
+        *,
+        after: After = CURRENT_STREAM,
+    ) -> bool:
+        src, dst = spec
+        media = (src.medium(), dst.medium())
+        if media != self._media:
+            raise UnroutableError(
+                f"this handler moves {self._media[0]} → {self._media[1]}, "
+                f"not {media[0]} → {media[1]}"
+            )
+        self._engine.submit(job_id, src, dst, after=after)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._engine.finished(self._lane)
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._engine.wait(job_ids)
+
+    def fence(self, job_ids: Iterable[int]) -> None:
+        self._engine.fence(job_ids)
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()

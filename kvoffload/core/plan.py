@@ -1,0 +1,404 @@
+"""What moves where: :class:`Geometry`, fixed at registration, and :class:`CopyPlan`, one per job.
+
+A plan is neutral. A backend turns it into what its hardware wants with one of two lowerings,
+``descriptors()`` for DMA engines and ``indices()`` for devices that gather and scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.blocks import chunk_units, chunks_touched, expand_block_ids
+from kvoffload.core.errors import (
+    BlockCountError,
+    BlockRangeError,
+    DuplicateBlockError,
+    LayoutError,
+    UnroutableError,
+)
+from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, IntArray, LoadStoreSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Where the pages of one side lie.
+
+    Page ``(t, unit)`` is at ``base[t] + (unit // factor) * hi[t] + (unit % factor) * lo[t]``. That
+    one form carries padded, interleaved and offset caches, and every order of host memory.
+
+    Attributes:
+        base: int64[tensors], address of unit 0, in bytes.
+        hi: int64[tensors], bytes from one block (or chunk) to the next.
+        lo: int64[tensors], bytes from one piece of a block (or chunk) to the next.
+        factor: pieces per block or chunk.
+        count: int64[tensors], blocks or chunks.
+        start, end: int64[tensors], the allocation that every page must lie in.
+    """
+
+    base: IntArray
+    hi: IntArray
+    lo: IntArray
+    factor: int
+    count: IntArray
+    start: IntArray
+    end: IntArray
+
+    def prove(self, page_bytes: IntArray, name: str) -> None:
+        """Check, in unbounded integers, that all pages lie inside their allocation and apart.
+
+        Raises:
+            LayoutError: naming the tensor and the numbers.
+        """
+        for t, page in enumerate(page_bytes.tolist()):
+            base, hi, lo = int(self.base[t]), int(self.hi[t]), int(self.lo[t])
+            blocks, pieces = int(self.count[t]), self.factor
+            start, end = int(self.start[t]), int(self.end[t])
+            last = base + (blocks - 1) * hi + (pieces - 1) * lo + page
+            if min(page, blocks, pieces) < 1 or min(hi, lo) < 0 or base < start or last > end:
+                raise LayoutError(
+                    f"{name} tensor {t}: {blocks} × {pieces} pages of {page} bytes at "
+                    f"{base} + {hi}·block + {lo}·piece reach [{base}, {last}), "
+                    f"outside of their allocation [{start}, {end})"
+                )
+            apart = (pieces == 1 or lo >= page) and (blocks == 1 or hi >= page)
+            nested = hi >= (pieces - 1) * lo + page or lo >= (blocks - 1) * hi + page
+            if not apart or (blocks > 1 and pieces > 1 and not nested):
+                raise LayoutError(
+                    f"{name} tensor {t}: pages of {page} bytes overlap at strides "
+                    f"{hi} (block) and {lo} (piece)"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where every page lies on both sides, proved once; everything a plan needs but the ids.
+
+    Attributes:
+        page_bytes: int64[tensors], bytes of one page.
+        groups: for each group the int64 indices of the tensors it moves, each once.
+        device, host: the two sides. ``host.factor`` is a multiple of ``device.factor``.
+
+    Raises:
+        LayoutError: a page lies outside its allocation, or pages overlap.
+    """
+
+    page_bytes: IntArray
+    groups: Sequence[IntArray]
+    device: Side
+    host: Side
+
+    def __post_init__(self) -> None:
+        self.device.prove(self.page_bytes, "device")
+        self.host.prove(self.page_bytes, "host")
+        if self.host.factor % self.device.factor:
+            raise LayoutError(
+                f"a chunk of {self.host.factor} pieces does not hold whole blocks of "
+                f"{self.device.factor}"
+            )
+
+    @property
+    def block_size_factor(self) -> int:
+        """Device blocks per chunk."""
+        return self.host.factor // self.device.factor
+
+    @functools.cached_property
+    def group_bytes(self) -> IntArray:
+        """int64[groups], bytes that one unit of each group moves."""
+        return np.array([int(self.page_bytes[t].sum()) for t in self.groups], dtype=np.int64)
+
+    @functools.cached_property
+    def pool_of_group(self) -> IntArray:
+        """int64[groups]: groups with the same number share tensors, and so share block ids."""
+        return pools_of(self.groups)
+
+    def blocks(self, side: Side) -> IntArray:
+        """int64[groups], how many blocks (or chunks) of ``side`` each group can name."""
+        return self._host_blocks if side is self.host else self._device_blocks
+
+    @functools.cached_property
+    def _device_blocks(self) -> IntArray:
+        return np.array([int(self.device.count[t].min()) for t in self.groups], dtype=np.int64)
+
+    @functools.cached_property
+    def _host_blocks(self) -> IntArray:
+        return np.array([int(self.host.count[t].min()) for t in self.groups], dtype=np.int64)
+
+    @functools.cached_property
+    def _strands(self) -> dict[tuple[int, bool, bool], list[_Strand]]:
+        return {}
+
+    def strands(self, group: int, src: Side, dst: Side) -> list[_Strand]:
+        """The group's tensors, sorted into sets that coalesce alike."""
+        key = (group, src is self.host, dst is self.host)
+        if key not in self._strands:
+            self._strands[key] = _sort_into_strands(self, group, src, dst)
+        return self._strands[key]
+
+
+def pools_of(groups: Sequence[IntArray]) -> IntArray:
+    """Number the sets of groups that are connected by shared tensors: int64[groups]."""
+    pools: list[set[int]] = []
+    for tensors in groups:
+        mine = set(tensors.tolist())
+        for other in [pool for pool in pools if pool & mine]:
+            pools.remove(other)
+            mine |= other
+        pools.append(mine)
+    first = [next(i for i, pool in enumerate(pools) if int(t[0]) in pool) for t in groups]
+    order = {pool: number for number, pool in enumerate(dict.fromkeys(first))}
+    return np.array([order[pool] for pool in first], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Strand:
+    """Tensors of one group whose consecutive units are adjacent (or not) in the same places."""
+
+    src_base: IntArray
+    dst_base: IntArray
+    src_step: tuple[IntArray, IntArray]  # (hi, lo): one column, or one value where all agree
+    dst_step: tuple[IntArray, IntArray]
+    page_bytes: IntArray
+    joins: tuple[bool, bool, bool, bool]  # adjacent within / across: source, then destination
+
+
+def _sort_into_strands(geometry: Geometry, group: int, src: Side, dst: Side) -> list[_Strand]:
+    tensors = geometry.groups[group]
+    page = geometry.page_bytes[tensors]
+    flags = np.stack(
+        [
+            adjacent
+            for side in (src, dst)
+            for adjacent in (
+                side.lo[tensors] == page,
+                (side.hi[tensors] == page * side.factor)
+                & ((side.lo[tensors] == page) | (side.factor == 1)),
+            )
+        ],
+        axis=1,
+    )
+
+    def column(values: IntArray) -> IntArray:
+        return values[:1] if (values == values[0]).all() else values[:, None]
+
+    strands = []
+    for joins in np.unique(flags, axis=0):
+        mine = tensors[(flags == joins).all(axis=1)]
+        strands.append(
+            _Strand(
+                src_base=src.base[mine, None],
+                dst_base=dst.base[mine, None],
+                src_step=(column(src.hi[mine]), column(src.lo[mine])),
+                dst_step=(column(dst.hi[mine]), column(dst.lo[mine])),
+                page_bytes=geometry.page_bytes[mine, None],
+                joins=(bool(joins[0]), bool(joins[1]), bool(joins[2]), bool(joins[3])),
+            )
+        )
+    return strands
+
+
+class Descriptors(NamedTuple):
+    """Copies of ``size[i]`` bytes from address ``src[i]`` to ``dst[i]``: uint64[m] each."""
+
+    src: npt.NDArray[np.uint64]
+    dst: npt.NDArray[np.uint64]
+    size: npt.NDArray[np.uint64]
+
+
+class GroupIndices(NamedTuple):
+    """The unit pairs of one group, padded to a bucket by repeating the last pair.
+
+    A repeated pair is harmless in a gather; in a scatter the *data* must repeat too.
+    """
+
+    group: int
+    src: IntArray  # int64[bucket]
+    dst: IntArray  # int64[bucket]
+    pairs: int  # how many of them are real
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least ``count``."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPlan:
+    """What one job moves: pairs of units, group after group.
+
+    Attributes:
+        src, dst: the two sides of ``geometry`` (the same one twice for a copy on the device).
+        src_units, dst_units: int64[n], units as in :class:`Side`.
+        bounds: int64[groups + 1]; group ``g`` owns pairs ``bounds[g]:bounds[g + 1]``.
+        geometry: where the units lie.
+    """
+
+    src: Side
+    dst: Side
+    src_units: IntArray
+    dst_units: IntArray
+    bounds: IntArray
+    geometry: Geometry
+
+    @property
+    def src_on_host(self) -> bool:
+        """The source is host memory (a load): stable, unlike what a device may still write."""
+        return self.src is self.geometry.host
+
+    @property
+    def dst_on_host(self) -> bool:
+        """The destination is host memory (a store)."""
+        return self.dst is self.geometry.host
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes the job moves, padding included."""
+        return int(np.diff(self.bounds) @ self.geometry.group_bytes)
+
+    def descriptors(self) -> Descriptors:
+        """Lower to contiguous copies; adjacent pages are coalesced into one."""
+        parts: list[tuple[_Strand, IntArray, IntArray, IntArray]] = []
+        total = 0
+        for group in np.flatnonzero(np.diff(self.bounds)).tolist():
+            pairs = slice(int(self.bounds[group]), int(self.bounds[group + 1]))
+            src, dst = self.src_units[pairs], self.dst_units[pairs]
+            follows = (np.diff(src) == 1) & (np.diff(dst) == 1)
+            for strand in self.geometry.strands(group, self.src, self.dst):
+                starts, lengths = _runs(
+                    follows, src, self.src.factor, dst, self.dst.factor, strand.joins
+                )
+                parts.append((strand, src[starts], dst[starts], lengths))
+                total += len(strand.page_bytes) * len(starts)
+        out = np.empty((3, total), dtype=np.int64)
+        at = 0
+        for strand, src, dst, lengths in parts:
+            shape = (len(strand.page_bytes), len(lengths))
+            rows = out[:, at : at + shape[0] * shape[1]].reshape(3, *shape)
+            np.add(strand.src_base, _offsets(src, self.src.factor, strand.src_step), out=rows[0])
+            np.add(strand.dst_base, _offsets(dst, self.dst.factor, strand.dst_step), out=rows[1])
+            np.multiply(strand.page_bytes, lengths, out=rows[2])
+            at += shape[0] * shape[1]
+        return Descriptors(*out.view(np.uint64))
+
+    def indices(self, bucket: Callable[[int], int] = power_of_two) -> Iterator[GroupIndices]:
+        """Lower to index arrays, one pair per group that moves anything.
+
+        Args:
+            bucket: from a number of pairs to the padded length, so that a compiling device sees
+                a bounded number of shapes.
+        """
+        for group in np.flatnonzero(np.diff(self.bounds)).tolist():
+            start, end = int(self.bounds[group]), int(self.bounds[group + 1])
+            take = np.minimum(np.arange(start, start + bucket(end - start)), end - 1)
+            yield GroupIndices(group, self.src_units[take], self.dst_units[take], end - start)
+
+
+def _offsets(units: IntArray, factor: int, step: tuple[IntArray, IntArray]) -> IntArray:
+    if factor == 1:
+        return units * step[0]
+    return (units // factor) * step[0] + (units % factor) * step[1]
+
+
+def _runs(
+    follows: npt.NDArray[np.bool_],
+    src: IntArray,
+    src_factor: int,
+    dst: IntArray,
+    dst_factor: int,
+    joins: tuple[bool, bool, bool, bool],
+) -> tuple[IntArray, IntArray]:
+    """First position and length of each run of pairs that is one copy."""
+    if not any(joins[:2]) or not any(joins[2:]) or not follows.any():
+        return np.arange(len(src)), np.ones(1, dtype=np.int64).repeat(len(src))
+    joined = follows
+    for units, factor, (within, across) in (
+        (src, src_factor, joins[:2]),
+        (dst, dst_factor, joins[2:]),
+    ):
+        if within != across or not within:
+            joined = joined & np.where(units[1:] % factor == 0, across, within)
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    ends: IntArray = np.append(starts[1:], len(src))
+    return starts, ends - starts
+
+
+def plan_transfer(geometry: Geometry, src: LoadStoreSpec, dst: LoadStoreSpec) -> CopyPlan:
+    """Check the two specs of a transfer and turn them into a plan.
+
+    A store (device → host) fills whole chunks; a load (host → device) may enter or leave inside
+    one. The ids are read here and not again.
+
+    Raises:
+        UnroutableError: this pair of spec types does not move between device and host.
+        BlockCountError: the sides disagree, or a store does not fill whole chunks.
+        BlockRangeError: an id does not exist.
+        DuplicateBlockError: a destination is named twice.
+    """
+    if isinstance(src, DeviceLoadStoreSpec) and isinstance(dst, HostLoadStoreSpec):
+        device, host, store = src, dst, True
+    elif isinstance(src, HostLoadStoreSpec) and isinstance(dst, DeviceLoadStoreSpec):
+        device, host, store = dst, src, False
+    else:
+        raise UnroutableError(f"no copy between {type(src).__name__} and {type(dst).__name__}")
+    factor = geometry.block_size_factor
+    sizes, first = device.group_sizes, device.block_indices
+    if len(sizes) != len(geometry.groups):
+        raise BlockCountError(
+            f"{len(sizes)} group_sizes, but {len(geometry.groups)} groups are registered"
+        )
+    touched = chunks_touched(sizes, first, factor)
+    if int(touched.sum()) != len(host.block_ids):
+        raise BlockCountError(
+            f"{sizes.tolist()} device blocks entered at {first.tolist()} touch "
+            f"{touched.tolist()} chunks of {factor} blocks, but "
+            f"{len(host.block_ids)} chunk ids are given"
+        )
+    if store and factor > 1 and ((sizes % factor).any() or (first[sizes > 0] % factor).any()):
+        raise BlockCountError(
+            f"a store fills whole chunks of {factor} blocks: got {sizes.tolist()} blocks "
+            f"from logical index {first.tolist()}"
+        )
+    _check_ids(geometry, geometry.device, device.block_ids, sizes, destination=not store)
+    _check_ids(geometry, geometry.host, host.block_ids, touched, destination=store)
+
+    device_units = device.block_ids
+    host_units = chunk_units(host.block_ids, sizes, first, factor)
+    pieces = geometry.device.factor
+    if pieces > 1:
+        device_units = expand_block_ids(device_units, pieces)
+        host_units = expand_block_ids(host_units, pieces)
+    bounds = np.concatenate(([0], np.cumsum(sizes * pieces)))
+    if store:
+        return CopyPlan(geometry.device, geometry.host, device_units, host_units, bounds, geometry)
+    return CopyPlan(geometry.host, geometry.device, host_units, device_units, bounds, geometry)
+
+
+def _check_ids(
+    geometry: Geometry, side: Side, ids: IntArray, sizes: IntArray, *, destination: bool
+) -> None:
+    what = "chunk" if side is geometry.host else "device block"
+    ends = np.cumsum(sizes)
+    for group in np.flatnonzero(sizes).tolist():
+        mine = ids[int(ends[group] - sizes[group]) : int(ends[group])]
+        low, high = int(mine.min()), int(mine.max())
+        limit = int(geometry.blocks(side)[group])
+        if low < 0 or high >= limit:
+            raise BlockRangeError(
+                f"{what} {low if low < 0 else high} of group {group} does not exist: "
+                f"there are {limit} (0 to {limit - 1})"
+            )
+    if destination:
+        # Groups that share no tensors may use the same id: it names different bytes.
+        pools = np.repeat(geometry.pool_of_group, sizes)
+        for pool in set(geometry.pool_of_group.tolist()):
+            ordered = np.sort(ids[pools == pool])
+            repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
+            if len(repeated):
+                raise DuplicateBlockError(
+                    f"{what} {int(ordered[repeated[0]])} is the destination twice"
+                )

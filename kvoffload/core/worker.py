@@ -1,0 +1,144 @@
+"""The worker: one place to submit every transfer to, whatever its media."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvoffload.core.backend import Backend, HostOrder, Lane
+from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
+from kvoffload.core.errors import ConfigurationError, StateError, UnroutableError
+from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
+from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.sizes import parse_bytes
+from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+
+
+class OffloadingWorker:
+    """Routes each transfer to the handler that serves its pair of spec types."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler]
+        self._handlers = {}
+        self._distinct: list[OffloadingHandler] = []
+        self.engine: TransferEngine | None = None
+        """The engine behind the device ↔ host handlers, if :meth:`for_caches` made one."""
+
+    @classmethod
+    def for_caches(
+        cls,
+        backend: Backend,
+        caches: CanonicalKVCaches,
+        *,
+        host_bytes: int | str,
+        block_size_factor: int = 1,
+        host_order: HostOrder | None = None,
+    ) -> OffloadingWorker:
+        """A worker that stores blocks of ``caches`` in host memory and loads them back.
+
+        It owns the backend from here on: :meth:`shutdown` closes it.
+
+        Args:
+            backend: as chosen by ``kvoffload.select_backend``.
+            caches: the engine's KV cache.
+            host_bytes: budget of host memory, a number or a string such as ``"4GiB"``.
+            block_size_factor: device blocks per chunk.
+            host_order: how chunks lie in host memory; by default what the backend prefers.
+
+        Raises:
+            CapacityError: the budget is malformed, below one chunk, or above the machine's memory.
+            ConfigurationError: the caches are not on the backend's device.
+        """
+        engine = TransferEngine(
+            backend,
+            caches,
+            host_bytes=parse_bytes(host_bytes, "host_bytes"),
+            block_size_factor=block_size_factor,
+            host_order=host_order,
+        )
+        worker = cls()
+        worker.engine = engine
+        for lane, src, dst in (
+            (Lane.STORE, DeviceLoadStoreSpec, HostLoadStoreSpec),
+            (Lane.LOAD, HostLoadStoreSpec, DeviceLoadStoreSpec),
+        ):
+            worker.register_handler(src, dst, SingleDirectionOffloadingHandler(engine, lane))
+        return worker
+
+    def register_handler(
+        self,
+        src: type[LoadStoreSpec],
+        dst: type[LoadStoreSpec],
+        handler: OffloadingHandler,
+    ) -> None:
+        """Serve transfers from specs of type ``src`` to specs of type ``dst`` with ``handler``.
+
+        Raises:
+            ConfigurationError: the pair is served already.
+        """
+        if (src, dst) in self._handlers:
+            raise ConfigurationError(f"{src.__name__} → {dst.__name__} has a handler already")
+        self._handlers[src, dst] = handler
+        if handler not in self._distinct:
+            self._distinct.append(handler)
+
+    def transfer_async(
+        self,
+        job_id: int,
+        spec: tuple[LoadStoreSpec, LoadStoreSpec],
+        *,
+        after: After = CURRENT_STREAM,
+    ) -> bool:
+        """Start a transfer and return at once; see :meth:`OffloadingHandler.transfer_async`.
+
+        Raises:
+            UnroutableError: no handler serves this pair of spec types.
+            SpecError: the arguments are wrong; no job was created.
+        """
+        src, dst = spec
+        handler = self._handlers.get((type(src), type(dst)))
+        if handler is None:
+            served = ", ".join(f"{s.__name__} → {d.__name__}" for s, d in self._handlers)
+            raise UnroutableError(
+                f"no handler for {type(src).__name__} → {type(dst).__name__}; "
+                f"served: {served or 'none'}"
+            )
+        return handler.transfer_async(job_id, spec, after=after)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Results of all jobs that ended since the last call; never waits."""
+        return [result for handler in self._distinct for result in handler.get_finished()]
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Block until the jobs have ended; unknown ids are ignored. Results come as always."""
+        wanted = list(job_ids)
+        for handler in self._distinct:
+            handler.wait(wanted)
+
+    def fence(self, job_ids: Iterable[int]) -> None:
+        """Make the caller's current stream wait for the jobs; the calling thread goes on.
+
+        For device work that reads what a load writes, or overwrites what a store still reads.
+        Unknown ids are ignored.
+        """
+        wanted = list(job_ids)
+        for handler in self._distinct:
+            handler.fence(wanted)
+
+    @property
+    def num_chunks(self) -> list[int]:
+        """Chunk ids that each group can use; what a manager is built with."""
+        return [int(count) for count in self._require_engine().num_chunks]
+
+    def host_bytes_resident(self) -> int:
+        """Bytes of host memory that the chunks occupy now, read from the operating system."""
+        return self._require_engine().host.resident_bytes()
+
+    def _require_engine(self) -> TransferEngine:
+        if self.engine is None:
+            raise StateError("this worker has no caches; build it with OffloadingWorker.for_caches")
+        return self.engine
+
+    def shutdown(self) -> None:
+        """End all jobs and shut every handler down. Works twice."""
+        for handler in self._distinct:
+            handler.shutdown()
