@@ -1,0 +1,19 @@
+"""The host as an accelerator: the embedded default and the reference. Hooks only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvoffload.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from kvoffload.core.backend import Backend
+
+kvoffload_interface = 1
+
+
+@hookimpl
+def kvoffload_backend(device: str | None) -> Backend:
+    from kvoffload.backends.cpu.backend import CpuBackend
+
+    return CpuBackend(device)

@@ -1,0 +1,182 @@
+"""Streams and events on worker threads: a base for whatever torch has no streams for.
+
+A :class:`ThreadStream` is a first-in-first-out queue that one thread works off. A backend on this
+base implements ``probe`` and ``swap_blocks``, and enqueues its copy with ``stream.submit(work)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from kvoffload.core.backend import Backend, Capabilities, Lane, Stream
+
+Work: TypeAlias = Callable[[], None]
+
+
+class _Point:
+    """One recording of an event. Whoever waits holds the point, so that recording the event again
+    does not disturb an earlier wait."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.error: Exception | None = None
+        self.seconds = 0.0
+
+    def reach(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.seconds = time.perf_counter()
+        self.reached.set()
+
+
+class ThreadEvent:
+    """A point in a thread stream's work; unrecorded it counts as done, as ``torch.Event`` does."""
+
+    def __init__(self) -> None:
+        self.point = _Point()
+        self.point.reach()
+
+    def query(self) -> bool:
+        """False while running, True when done; raises the error of the work before it."""
+        point = self.point
+        if not point.reached.is_set():
+            return False
+        if point.error is not None:
+            raise point.error
+        return True
+
+    def synchronize(self) -> None:
+        """Block until the work before it is done or has failed; :meth:`query` tells which."""
+        self.point.reached.wait()
+
+    def elapsed_time(self, end: ThreadEvent) -> float:
+        """Milliseconds from this event to ``end``, on the host's monotonic clock."""
+        return (end.point.seconds - self.point.seconds) * 1e3
+
+
+class ThreadStream:
+    """A queue of work that one daemon thread runs in order.
+
+    The first error of a piece of work is kept for the next event recorded after it; work in
+    between is skipped.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (step := self._queue.get()) is not None:
+            step()
+
+    def submit(self, work: Work) -> None:
+        """Run ``work`` on the stream's thread after everything enqueued before."""
+
+        def step() -> None:
+            if self._error is None:
+                try:
+                    work()
+                except Exception as error:  # noqa: BLE001 - it belongs to the job, not the thread
+                    self._error = error
+
+        self._queue.put(step)
+
+    def record_event(self, event: ThreadEvent) -> ThreadEvent:
+        """Reach ``event`` after the stream's work so far, with that work's error if it had one."""
+        point = event.point = _Point()
+
+        def step() -> None:
+            error, self._error = self._error, None
+            point.reach(error)
+
+        self._queue.put(step)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Start later work after ``event``; an event of another kind is synchronised with."""
+        if isinstance(event, ThreadEvent):
+            reached = event.point.reached
+            self._queue.put(lambda: void(reached.wait()))
+        else:
+            self.submit(event.synchronize)
+
+    def synchronize(self) -> None:
+        """Block until the stream's work so far is done or has failed."""
+        reached = threading.Event()
+        self._queue.put(reached.set)
+        reached.wait()
+
+    def close(self) -> None:
+        """Finish what is enqueued and join the thread. Works twice."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+
+def void(_: object) -> None:
+    """Drop a value, where only the doing counts."""
+
+
+class CallerStream:
+    """The calling thread itself as a stream: what it did before is done, and it waits by blocking.
+
+    The current stream of a thread that computes on the host and named no other.
+    """
+
+    def record_event(self, event: ThreadEvent) -> ThreadEvent:
+        """Reach ``event`` at once: the caller's earlier work is done."""
+        event.point = _Point()
+        event.point.reach()
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Block the calling thread until ``event``."""
+        event.synchronize()
+
+
+class ThreadBackend(Backend):
+    """Base of a backend whose streams are worker threads."""
+
+    capabilities = Capabilities(asynchronous=True, timing_events=True)
+
+    def __init__(self) -> None:
+        self._streams: dict[Lane, ThreadStream] = {}
+        self._current = threading.local()
+
+    def new_stream(self, lane: Lane) -> ThreadStream:
+        if lane not in self._streams:
+            self._streams[lane] = ThreadStream(f"kvoffload-{lane.value}")
+        return self._streams[lane]
+
+    def new_event(self) -> ThreadEvent:
+        return ThreadEvent()
+
+    def current_stream(self) -> Stream:
+        stream: Stream = getattr(self._current, "stream", None) or CallerStream()
+        return stream
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        """Make ``stream`` the calling thread's current stream within a ``with`` block."""
+        before = getattr(self._current, "stream", None)
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def close(self) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
