@@ -1,0 +1,7 @@
+"""``python -m kvoffload``."""
+
+import sys
+
+from kvoffload.cli import main
+
+sys.exit(main())

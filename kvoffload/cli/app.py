@@ -1,0 +1,91 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="kvoffload",
+    help="Move the KV cache of large language models off the accelerator and back.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvoffload import __version__
+
+        typer.echo(f"kvoffload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def backends(json: Json = False) -> int:
+    """List every discovered backend: who provides it, and whether it can run here."""
+    from kvoffload.cli.backends import run
+
+    return run(json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Requests as JSON lines in the Mooncake format: 'timestamp' in ms and "
+            "'hash_ids', one per 512-token block. By default a built-in chat workload."
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend by name; by default chosen as 'kvoffload backends' explains."),
+    ] = None,
+    device_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the device pool.")] = 1000,
+    host_bytes: Annotated[
+        str, typer.Option(help="Budget of host memory: a number of bytes, or like '4GiB'.")
+    ] = "256MiB",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 4,
+    page_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of one block in one layer.")
+    ] = 16384,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Serve at most so many requests.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the built-in workload.")] = 0,
+    json: Json = False,
+) -> int:
+    """Serve a request trace through the whole system, moving real bytes and checking each.
+
+    Exit code: 0 if every byte was right; 1 if anything was corrupt or failed; 2 for wrong input;
+    130 for Ctrl-C.
+    """
+    from kvoffload.cli.replay import run
+    from kvoffload.core.sizes import parse_bytes
+    from kvoffload.replay.replay import Settings
+
+    settings = Settings(
+        device_blocks=device_blocks,
+        host_bytes=parse_bytes(host_bytes, "--host-bytes"),
+        layers=layers,
+        page_bytes=page_bytes,
+        concurrency=concurrency,
+    )
+    return run(settings, trace=trace, backend_name=backend, limit=limit, seed=seed, as_json=json)

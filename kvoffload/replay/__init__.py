@@ -1,0 +1,1 @@
+"""What ``kvoffload replay`` does: a request trace through the whole system, every byte checked."""
