@@ -20,6 +20,7 @@ import torch
 from kvoffload.backends.thread_base import ThreadBackend, ThreadStream, Work, void
 from kvoffload.core.backend import Backend, Lane
 from kvoffload.core.errors import ConfigurationError, CopyError
+from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.specs import IntArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,7 +41,11 @@ class DeviceRig(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Zeroed device memory: uint8 ``(nbytes,)``."""
+        """Zeroed device memory: uint8 ``(nbytes,)``.
+
+        Raises:
+            CapacityError: the device has not that much.
+        """
 
     @abstractmethod
     def compute(
@@ -119,7 +124,7 @@ class ThreadRig(DeviceRig):
         self._current = backend.use_stream(self._compute)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return HostMemory(nbytes).tensor
 
     def compute(
         self,

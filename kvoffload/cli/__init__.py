@@ -24,21 +24,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvoffload.core.errors import BackendError, ConfigurationError
 
     try:
-        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        # Commands only say what to do, so that typer neither catches nor prints what that raises.
+        command = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except Exception as error:
+        # Usage errors, whatever module of which version of typer defines them.
+        if hasattr(error, "format_message"):
+            return _refuse(error.format_message())
+        raise
+    if not callable(command):
+        return command if isinstance(command, int) else EXIT_OK
+    try:
+        code: int = command()
     except (ConfigurationError, BackendError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("kvoffload: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception as error:
-        # Typer's own usage errors, whatever module of which version defines them.
-        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _refuse(error.format_message())
-        if type(error).__name__ == "Abort":
-            print("kvoffload: interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        raise
-    return code if isinstance(code, int) else EXIT_OK
+    return code
 
 
 def _refuse(message: str) -> int:

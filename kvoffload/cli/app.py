@@ -1,9 +1,10 @@
-"""The commands and their options."""
+"""The commands and their options. A command returns what to do; ``kvoffload.cli.main`` does it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -14,6 +15,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+Command: TypeAlias = Callable[[], int]
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1")
+    return value
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
 
@@ -37,11 +52,15 @@ def root(
 
 
 @app.command()
-def backends(json: Json = False) -> int:
+def backends(json: Json = False) -> Command:
     """List every discovered backend: who provides it, and whether it can run here."""
-    from kvoffload.cli.backends import run
 
-    return run(json)
+    def command() -> int:
+        from kvoffload.cli.backends import run
+
+        return run(json)
+
+    return command
 
 
 @app.command()
@@ -57,35 +76,47 @@ def replay(
         str | None,
         typer.Option(help="Backend by name; by default chosen as 'kvoffload backends' explains."),
     ] = None,
-    device_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the device pool.")] = 1000,
+    device_blocks: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Blocks of the device pool.")
+    ] = 1000,
     host_bytes: Annotated[
         str, typer.Option(help="Budget of host memory: a number of bytes, or like '4GiB'.")
     ] = "256MiB",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 4,
+    layers: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Layers of the cache.")
+    ] = 4,
     page_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of one block in one layer.")
+        int, typer.Option(parser=_count, metavar="N", help="Bytes of one block in one layer.")
     ] = 16384,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    concurrency: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Requests in flight.")
+    ] = 8,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Serve at most so many requests.")
+        int | None, typer.Option(parser=_count, metavar="N", help="Serve at most so many requests.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the built-in workload.")] = 0,
     json: Json = False,
-) -> int:
+) -> Command:
     """Serve a request trace through the whole system, moving real bytes and checking each.
 
     Exit code: 0 if every byte was right; 1 if anything was corrupt or failed; 2 for wrong input;
     130 for Ctrl-C.
     """
-    from kvoffload.cli.replay import run
-    from kvoffload.core.sizes import parse_bytes
-    from kvoffload.replay.replay import Settings
 
-    settings = Settings(
-        device_blocks=device_blocks,
-        host_bytes=parse_bytes(host_bytes, "--host-bytes"),
-        layers=layers,
-        page_bytes=page_bytes,
-        concurrency=concurrency,
-    )
-    return run(settings, trace=trace, backend_name=backend, limit=limit, seed=seed, as_json=json)
+    def command() -> int:
+        from kvoffload.cli.replay import run
+        from kvoffload.core.sizes import parse_bytes
+        from kvoffload.replay.replay import Settings
+
+        settings = Settings(
+            device_blocks=device_blocks,
+            host_bytes=parse_bytes(host_bytes, "--host-bytes"),
+            layers=layers,
+            page_bytes=page_bytes,
+            concurrency=concurrency,
+        )
+        return run(
+            settings, trace=trace, backend_name=backend, limit=limit, seed=seed, as_json=json
+        )
+
+    return command

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvoffload.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvoffload.core.errors import CapacityError, ConfigurationError
 from kvoffload.core.sizes import format_bytes
 from kvoffload.plugins.registry import BackendRegistry
 from kvoffload.replay.replay import Replay, Report, Settings, check
@@ -44,7 +45,14 @@ def run(
     registry = BackendRegistry()
     name, backend = registry.choose(backend_name)
     with rig_for(backend) as rig, _interruptible() as interrupted:
-        replay = Replay(backend, name, rig, settings)
+        try:
+            replay = Replay(backend, name, rig, settings)
+        except CapacityError as error:
+            raise ConfigurationError(
+                f"{error} (--host-bytes {settings.host_bytes}, --device-blocks "
+                f"{settings.device_blocks}, --layers {settings.layers}, --page-bytes "
+                f"{settings.page_bytes})"
+            ) from error
         try:
             with _progress(len(requests)) as advance:
                 report = replay.run(requests, progress=advance, stop=interrupted.is_set)

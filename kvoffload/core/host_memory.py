@@ -36,15 +36,15 @@ class HostMemory:
         total = total_memory()
         if nbytes > total:
             raise CapacityError(
-                f"host memory of {nbytes} bytes ({format_bytes(nbytes)}) is more than this machine "
-                f"has: {total} bytes ({format_bytes(total)})"
+                f"{nbytes} bytes ({format_bytes(nbytes)}) of host memory are more than this "
+                f"machine has: {total} bytes ({format_bytes(total)})"
             )
         try:
             mapping = mmap.mmap(-1, nbytes)
         except OSError as error:
             raise CapacityError(
-                f"the operating system refused host memory of {nbytes} bytes "
-                f"({format_bytes(nbytes)}): {error}"
+                f"the operating system refused {nbytes} bytes ({format_bytes(nbytes)}) of host "
+                f"memory: {error}"
             ) from error
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
         self.nbytes = nbytes

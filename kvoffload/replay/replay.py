@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class Replay:
         settings: see there.
 
     Raises:
-        CapacityError: ``host_bytes`` holds no chunk, or is more than the machine has.
+        CapacityError: ``host_bytes`` holds no chunk, or either side is more than there is.
     """
 
     def __init__(
@@ -114,10 +115,8 @@ class Replay:
     ) -> None:
         self._settings = settings
         self._rig = rig
-        shape = (settings.device_blocks, settings.page_bytes)
-        self._layers = [
-            rig.allocate(shape[0] * shape[1]).view(shape) for _ in range(settings.layers)
-        ]
+        shape = (settings.layers, settings.device_blocks, settings.page_bytes)
+        self._layers = list(rig.allocate(math.prod(shape)).view(shape))
         self._worker = OffloadingWorker.for_caches(
             backend, CanonicalKVCaches.from_tensors(self._layers), host_bytes=settings.host_bytes
         )

@@ -7,6 +7,7 @@ block of the prompt; equal ids are reusable prefixes. Other fields are ignored.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,11 @@ def _parse(line: str, source: str) -> Request:
     if not isinstance(fields, dict):
         raise malformed("not a JSON object")
     timestamp, ids = fields.get("timestamp"), fields.get("hash_ids")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
+    if (
+        isinstance(timestamp, bool)
+        or not isinstance(timestamp, int | float)
+        or not math.isfinite(timestamp)
+    ):
         raise malformed(f"'timestamp' must be a number of milliseconds, not {timestamp!r}")
     if not isinstance(ids, list) or not ids:
         raise malformed("'hash_ids' must be a list of block ids, at least one")

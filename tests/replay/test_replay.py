@@ -1,0 +1,164 @@
+"""The main job: counts that depend on nothing but the trace, and bytes that are all checked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.backends.cpu.backend import CpuBackend
+from kvoffload.backends.cpu.blocks import lower
+from kvoffload.backends.cpu.copy import run_copies
+from kvoffload.core.backend import Backend, Lane
+from kvoffload.core.errors import ConfigurationError
+from kvoffload.replay import pattern
+from kvoffload.replay.replay import Replay, Report, Settings
+from kvoffload.replay.trace import Request, read_trace
+from kvoffload.replay.workload import chat
+from kvoffload.rig import Fault, rig_for
+
+SMALL = Settings(
+    device_blocks=60, host_bytes=200 * 3 * 100, layers=3, page_bytes=100, concurrency=4
+)
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+
+
+def replay(
+    requests: Sequence[Request],
+    settings: Settings = SMALL,
+    backend: Backend | None = None,
+    prepare: Callable[[Replay, Any], None] = lambda *_: None,
+) -> Report:
+    chosen = backend or CpuBackend()
+    with rig_for(chosen) as rig:
+        run = Replay(chosen, "cpu", rig, settings)
+        try:
+            prepare(run, rig)
+            return run.run(requests)
+        finally:
+            run.close()
+
+
+def lru_counts(requests: Sequence[Request], device: int, host: int) -> tuple[int, int]:
+    """Blocks found on the device, and after those in host memory; counted with two dictionaries."""
+    on_device: OrderedDict[int, None] = OrderedDict()
+    on_host: OrderedDict[int, None] = OrderedDict()
+    device_hits = host_hits = 0
+    for request in requests:
+        ids = list(request.hash_ids)
+        d = next((i for i, key in enumerate(ids) if key not in on_device), len(ids))
+        h = next((i for i in range(d, len(ids)) if ids[i] not in on_host), len(ids))
+        device_hits, host_hits = device_hits + d, host_hits + h - d
+        for cache, capacity, new in ((on_device, device, ids), (on_host, host, ids[h:])):
+            for key in new:
+                cache.setdefault(key)
+            for key in reversed(ids):  # the head is the most recent
+                if key in cache:
+                    cache.move_to_end(key)
+            while len(cache) > capacity:
+                cache.popitem(last=False)
+    return device_hits, host_hits
+
+
+def test_counts_agree_with_two_dictionaries() -> None:
+    requests = chat(1, 300)
+    settings = Settings(
+        device_blocks=60, host_bytes=200 * 300, layers=3, page_bytes=100, concurrency=1
+    )
+    report = replay(requests, settings)
+    assert report.host_chunks == 200
+    assert (report.device_hit_blocks, report.host_hit_blocks) == lru_counts(requests, 60, 200)
+    assert report.blocks == sum(len(r.hash_ids) for r in requests)
+    assert report.device_hit_blocks + report.host_hit_blocks + report.computed_blocks == (
+        report.blocks
+    )
+    assert report.host_hit_blocks > 100
+    assert report.evicted_chunks > 100
+    assert report.bytes_stored == report.stored_chunks * 300
+    assert report.bytes_loaded == report.host_hit_blocks * 300
+    assert report.ok
+
+
+def test_counts_do_not_depend_on_timing() -> None:
+    reports = [replay(chat(2, 150)) for _ in range(3)]
+    for report in reports:
+        report.seconds = 0.0
+        report.host_bytes_resident = 0
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_a_request_waits_until_its_device_blocks_are_free() -> None:
+    requests = [Request(i, range(i * 5, i * 5 + 5), str(i)) for i in range(20)]
+    settings = Settings(device_blocks=7, host_bytes=100_000, layers=1, page_bytes=8, concurrency=8)
+    report = replay(requests, settings)
+    assert report.requests == 20
+    assert report.ok
+
+
+def test_a_request_larger_than_the_device_pool_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--device-blocks 60: .*line 9 needs 61"):
+        replay([Request(0, range(61), "line 9")])
+
+
+def mutate_copies(backend: CpuBackend, mutation: Callable[[int, int], bool]) -> None:
+    """Drop the copies for which ``mutation(job number, copy number)`` is true."""
+    jobs = 0
+
+    def broken(plan: Any, stream: Any, keep: Any) -> None:
+        nonlocal jobs
+        jobs += 1
+        job = jobs
+        copies = lower(plan)
+        wanted = np.array([not mutation(job, i) for i in range(len(copies.size))])
+        kept = type(copies)(*(column[wanted] for column in copies))
+        stream.submit(lambda: run_copies(keep(kept)))
+
+    backend.swap_blocks = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [lambda job, copy: True, lambda job, copy: copy == 1, lambda job, copy: 20 < job < 40],
+    ids=["nothing is copied", "one layer's run is missing", "some jobs are missing"],
+)
+def test_a_broken_copy_is_found(mutation: Callable[[int, int], bool]) -> None:
+    backend = CpuBackend()
+    mutate_copies(backend, mutation)
+    report = replay(chat(1, 200), backend=backend)
+    assert report.corrupt_blocks > 0
+    assert not report.ok
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize("lane", list(Lane))
+def test_a_failed_transfer_is_counted_and_no_wrong_byte_is_served(fault: Fault, lane: Lane) -> None:
+    report = replay(chat(1, 100), prepare=lambda run, rig: rig.inject(fault, lane))
+    assert report.failed_jobs == 1
+    assert report.corrupt_blocks == 0
+    assert not report.ok
+
+
+def test_pages_differ_by_key_layer_and_offset() -> None:
+    ids = np.array([0, 1, 2**62])
+    seen = {pattern.pages(ids, layer, 100)[row].tobytes() for layer in range(3) for row in range(3)}
+    assert len(seen) == 9
+    page = pattern.pages(ids, 0, 4096)[0].view(np.uint64)
+    assert len(set(page.tolist())) == len(page)
+
+
+@pytest.mark.parametrize(("name", "requests"), [("conversation", 1500), ("synthetic", 600)])
+def test_real_traces_agree_with_two_dictionaries(name: str, requests: int) -> None:
+    path = TRACES / f"{name}_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}: the traces are not part of this repository")
+    trace = read_trace(path, requests)
+    settings = Settings(
+        device_blocks=500, host_bytes=3000 * 16, layers=2, page_bytes=8, concurrency=1
+    )
+    report = replay(trace, settings)
+    assert (report.device_hit_blocks, report.host_hit_blocks) == lru_counts(trace, 500, 3000)
+    assert report.ok
