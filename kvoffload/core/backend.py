@@ -122,6 +122,8 @@ class Backend(ABC):
     device: torch.device | None = None
     """Where the caches live; None where torch does not know the device."""
     capabilities: Capabilities = Capabilities()
+    bound: bool = False
+    """Caches are bound; kept by the core."""
 
     @abstractmethod
     def probe(self) -> Probe:
@@ -162,13 +164,18 @@ class Backend(ABC):
     def unbind(self) -> None:  # noqa: B027
         """Called after the last copy has ended and before any of that memory is freed."""
 
-    def allocate_host(self, nbytes: int) -> HostMemory:
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
         """Zeroed host memory, pinned where that is claimed.
+
+        Args:
+            nbytes: its size.
+            numa_node: where its pages belong; by default wherever suits the backend.
 
         Raises:
             CapacityError: there is not that much.
+            ConfigurationError: there is no such node.
         """
-        return HostMemory(nbytes)
+        return HostMemory(nbytes, numa_node=numa_node)
 
     def close(self) -> None:  # noqa: B027
         """Give streams and threads back. Works twice."""

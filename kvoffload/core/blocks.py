@@ -94,3 +94,36 @@ def chunk_units(
     chunk, sub = np.divmod(position, factor)
     units: IntArray = chunk_ids[np.repeat(first_chunk, group_sizes) + chunk] * factor + sub
     return units
+
+
+def whole_chunks(first_block: int, end_block: int, factor: int) -> tuple[int, int]:
+    """The part of ``[first_block, end_block)`` that fills whole chunks; empty if there is none.
+
+    Doing it twice changes nothing.
+
+    Args:
+        first_block, end_block: logical block indices within a request.
+        factor: blocks per chunk.
+
+    Returns:
+        First and end of the part, both multiples of ``factor`` unless it is empty.
+    """
+    first = -(-first_block // factor) * factor
+    end = end_block // factor * factor
+    return (first, end) if first < end else (first_block, first_block)
+
+
+def blocks_spanned(first_token: int, tokens: int, tokens_per_block: int) -> int:
+    """How many blocks ``tokens`` tokens touch that begin at ``first_token``."""
+    if tokens == 0:
+        return 0
+    return (first_token + tokens - 1) // tokens_per_block - first_token // tokens_per_block + 1
+
+
+def most_blocks_spanned(tokens: int, tokens_per_block: int) -> int:
+    """The most blocks that a window of ``tokens`` tokens can touch, wherever it begins.
+
+    One more than ``ceil(tokens / tokens_per_block)``, unless a single token is looked at: a window
+    that is not aligned leaves a part in a block at either end.
+    """
+    return blocks_spanned(tokens_per_block - 1, tokens, tokens_per_block)

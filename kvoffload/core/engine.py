@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -17,7 +18,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from kvoffload.core.backend import Backend, Event, HostOrder, Lane, Stream
+from kvoffload.core.buffers import BufferPool
 from kvoffload.core.errors import (
+    AlreadyBoundError,
     ClosedError,
     ConfigurationError,
     CopyError,
@@ -26,10 +29,13 @@ from kvoffload.core.errors import (
     SubmitError,
     TransferError,
 )
+from kvoffload.core.host_memory import check_available
 from kvoffload.core.host_pool import HostLayout, HostPool
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.plan import CopyPlan, Geometry, Side, plan_transfer
 from kvoffload.core.specs import IntArray, LoadStoreSpec
+
+logger = logging.getLogger(__name__)
 
 
 class CurrentStream(Enum):
@@ -109,10 +115,16 @@ class TransferEngine:
         host_bytes: the budget of host memory; all of it that holds whole chunks is used.
         block_size_factor: device blocks per chunk.
         host_order: how chunks lie; by default what the backend prefers.
+        null_block: the device block that stands for "nothing here", where the engine has one.
+        tokens_per_block: of each group (or one number for all), to report capacity in tokens and
+            to divide the budget by it.
+        longest_request: tokens of the longest request; a warning says if it cannot be kept.
+        numa_node: where host memory belongs; by default wherever suits the backend.
 
     Raises:
         CapacityError: the budget is below one chunk or above the machine's memory.
-        ConfigurationError: the caches are not on the backend's device.
+        ConfigurationError: the caches are not on the backend's device, or there are none.
+        AlreadyBoundError: the backend serves other caches.
     """
 
     def __init__(
@@ -123,11 +135,20 @@ class TransferEngine:
         host_bytes: int,
         block_size_factor: int = 1,
         host_order: HostOrder | None = None,
+        null_block: int | None = None,
+        tokens_per_block: int | Sequence[int] | None = None,
+        longest_request: int | None = None,
+        numa_node: int | None = None,
     ) -> None:
+        if backend.bound:
+            raise AlreadyBoundError("the backend serves other caches; unregister those first")
+        if not caches.tensors:
+            raise ConfigurationError("there is no layer to offload")
         if backend.device is not None and backend.device.type != caches.device.type:
             raise ConfigurationError(
                 f"the caches are on {caches.device}, but the backend serves {backend.device}"
             )
+        check_available(host_bytes, "a host budget")
         page_bytes = np.array([t.page_size_bytes for t in caches.tensors], dtype=np.int64)
         groups = [
             np.array(sorted({ref.tensor_idx for ref in refs}), dtype=np.int64)
@@ -137,12 +158,18 @@ class TransferEngine:
             host_bytes,
             page_bytes,
             groups,
-            block_size_factor,
-            host_order or backend.capabilities.host_order,
+            factor=block_size_factor,
+            order=host_order or backend.capabilities.host_order,
+            tokens_per_block=[tokens_per_block] * len(groups)
+            if isinstance(tokens_per_block, int)
+            else tokens_per_block,
         )
         self.backend = backend
         self.caches = caches
-        self.host = HostPool(layout, backend.allocate_host)
+        self.host = HostPool(layout, lambda nbytes: backend.allocate_host(nbytes, numa_node))
+        self._null_block = null_block
+        self._buffers = BufferPool()
+        _report(self.host, longest_request)
         self._lock = threading.RLock()
         self._in_flight: dict[int, _Job] = {}
         self._free_events: list[Event] = []
@@ -151,14 +178,10 @@ class TransferEngine:
             self.geometry = Geometry(page_bytes, groups, _device_side(caches), self.host.side())
             backend.bind(self.geometry, caches, self.host.memory)
             self._lanes = {lane: _Lane(backend.new_stream(lane)) for lane in Lane}
+            backend.bound = True
         except BaseException:
             self.host.release()
             raise
-
-    @property
-    def num_chunks(self) -> IntArray:
-        """int64[groups], chunk ids that each group can use."""
-        return self.host.layout.num_chunks
 
     def submit(
         self,
@@ -190,7 +213,9 @@ class TransferEngine:
                 raise ClosedError("the transfer engine was shut down")
             if job_id in self._in_flight:
                 raise DuplicateJobError(f"job {job_id} is in flight")
-            plan = plan_transfer(self.geometry, src, dst)
+            plan = plan_transfer(
+                self.geometry, src, dst, null_block=self._null_block, buffers=self._buffers
+            )
             lane = self._lanes[Lane.STORE if plan.dst_on_host else Lane.LOAD]
             job = _Job(job_id, plan, (src.medium(), dst.medium()))
             self._in_flight[job_id] = job
@@ -272,6 +297,7 @@ class TransferEngine:
             self._free_events.extend(job.events)
         del self._in_flight[job.job_id]
         job.held.clear()
+        job.plan.release()
         return TransferResult(
             job_id=job.job_id,
             success=job.error is None,
@@ -313,10 +339,12 @@ class TransferEngine:
         with self._lock:
             return list(self._in_flight)
 
-    def shutdown(self) -> None:
-        """Wait for all jobs, give host memory back and close the backend. Works twice.
+    def unregister(self) -> None:
+        """Wait for all jobs, let go of the caches, and give host memory back. Works twice.
 
-        Results of the jobs that were in flight still come from :meth:`finished`.
+        Results of the jobs that were in flight still come from :meth:`finished`. The backend stays
+        open: another engine can be made with it, as when an engine wakes from a sleep in which it
+        gave its memory away.
         """
         with self._lock:
             if self._closed:
@@ -329,8 +357,34 @@ class TransferEngine:
         try:
             self.backend.unbind()
         finally:
+            self.backend.bound = False
             self.host.release()
+
+    def shutdown(self) -> None:
+        """:meth:`unregister`, and close the backend. Works twice."""
+        try:
+            self.unregister()
+        finally:
             self.backend.close()
+
+
+def _report(host: HostPool, longest_request: int | None) -> None:
+    capacity = host.layout.capacity
+    node = host.memory.numa_node
+    logger.info(
+        "host memory: %s, in %s, %s, NUMA node %s",
+        capacity,
+        host.layout.order.value,
+        "pinned" if host.memory.pinned else "not pinned",
+        "of the first use" if node is None else node,
+    )
+    if longest_request is not None and (capacity.tokens or 0) < longest_request:
+        logger.warning(
+            "host memory holds %s tokens of one sequence, but the longest request has %d: it can "
+            "never be kept whole; give more host memory",
+            "an unknown number of" if capacity.tokens is None else capacity.tokens,
+            longest_request,
+        )
 
 
 def _device_side(caches: CanonicalKVCaches) -> Side:

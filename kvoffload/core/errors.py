@@ -31,6 +31,18 @@ class LayoutError(ConfigurationError):
     """An engine's tensors cannot be described as blocks of pages."""
 
 
+class UnsupportedStateError(LayoutError):
+    """A layer's kind of state is not known; it can be registered."""
+
+
+class AmbiguousLayoutError(LayoutError):
+    """A tensor can be read as blocks in more than one way; the message says what to declare."""
+
+
+class OverlapError(LayoutError):
+    """Two layers share a part of their bytes, but not all."""
+
+
 class SpecError(KVOffloadError, ValueError):
     """A transfer's arguments are wrong; no job was created."""
 

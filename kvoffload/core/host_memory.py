@@ -2,21 +2,113 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvoffload.core.errors import CapacityError
+from kvoffload.core.errors import CapacityError, ConfigurationError
 from kvoffload.core.sizes import format_bytes
 
+logger = logging.getLogger(__name__)
 
-def total_memory() -> int:
-    """Bytes of memory this machine has, as the operating system reports them."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14 and later, from ``asm-generic/mman-common.h``; Python does not name it."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How much memory this process may use.
+
+    Attributes:
+        nbytes: at most.
+        source: who says so, for messages.
+    """
+
+    nbytes: int
+    source: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The smallest of the machine's memory and the limits of this process's control groups.
+
+    Args:
+        root: where ``proc`` and ``sys`` are found.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [MemoryLimit(machine, "this machine's memory")]
+    limits += [
+        MemoryLimit(nbytes, f"the control group limit {path}") for path, nbytes in _cgroups(root)
+    ]
+    return min(limits, key=lambda limit: limit.nbytes)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, int]]:
+    """Every memory limit of the process's control groups and of those above them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        here = top / group.lstrip("/")
+        for folder in (here, *here.parents):
+            try:
+                text = (folder / file).read_text().strip()
+            except OSError:
+                text = "max"
+            if text.isdigit():
+                yield folder / file, int(text)
+            if folder == top:
+                break
+
+
+def check_available(nbytes: int, what: str) -> None:
+    """There may be ``nbytes`` of memory.
+
+    Raises:
+        CapacityError: there may not, with both numbers.
+    """
+    limit = memory_limit()
+    if nbytes > limit.nbytes:
+        raise CapacityError(
+            f"{what} of {nbytes} bytes ({format_bytes(nbytes)}) is more than {limit.source} has: "
+            f"{limit.nbytes} bytes ({format_bytes(limit.nbytes)})"
+        )
+
+
+def cpus_of_node(node: int, root: Path = Path("/")) -> set[int]:
+    """The processors of a NUMA node.
+
+    Raises:
+        ConfigurationError: there is no such node.
+    """
+    path = root / f"sys/devices/system/node/node{node}/cpulist"
+    try:
+        text = path.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"numa_node {node}: this machine has no such node") from error
+    cpus: set[int] = set()
+    for span in text.split(","):
+        low, _, high = span.partition("-")
+        cpus.update(range(int(low), int(high or low) + 1) if span else ())
+    return cpus
 
 
 class HostMemory:
@@ -27,31 +119,53 @@ class HostMemory:
 
     Args:
         nbytes: its size, at least 1.
+        numa_node: touch all of it now, from a thread on this node's processors, so that the
+            operating system places it there. By default pages come when they are first used.
+        populate: touch all of it now, wherever it lands.
 
     Raises:
-        CapacityError: the machine has not that much memory.
+        CapacityError: there is not that much memory.
+        ConfigurationError: there is no such node.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        total = total_memory()
-        if nbytes > total:
-            raise CapacityError(
-                f"{nbytes} bytes ({format_bytes(nbytes)}) of host memory are more than this "
-                f"machine has: {total} bytes ({format_bytes(total)})"
-            )
+    def __init__(
+        self, nbytes: int, *, numa_node: int | None = None, populate: bool = False
+    ) -> None:
+        check_available(nbytes, "host memory")
+        cpus = None if numa_node is None else cpus_of_node(numa_node)
         try:
-            mapping = mmap.mmap(-1, nbytes)
+            self._mapping = _map(nbytes)
         except OSError as error:
             raise CapacityError(
                 f"the operating system refused {nbytes} bytes ({format_bytes(nbytes)}) of host "
                 f"memory: {error}"
             ) from error
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
+        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._mapping, dtype=np.uint8)
         self.nbytes = nbytes
         self.address = int(self._array.ctypes.data)
         """Of the first byte; aligned to a page of the operating system."""
         self.pinned = False
         """Page-locked, so that a device copies to and from it without a bounce."""
+        self.numa_node = numa_node
+        """Where its pages were placed; None if nobody chose."""
+        if populate or cpus is not None:
+            _run_on(cpus, self._populate)
+
+    def _populate(self) -> None:
+        """Give every page memory, in one call to the operating system where it has that."""
+        if self._array is None:
+            return
+        began = time.perf_counter()
+        try:
+            self._mapping.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            logger.info("populating page by page, since madvise refused: %s", error)
+            self._array[:: mmap.PAGESIZE] = 0
+        logger.info(
+            "populated %s of host memory in %.2f s",
+            format_bytes(self.nbytes),
+            time.perf_counter() - began,
+        )
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -79,3 +193,29 @@ class HostMemory:
     def release(self) -> None:
         """Give the memory back, as soon as nothing uses it any more. Works twice."""
         self._array = None
+        # Unmapped with the last view of it; closing it now would fail while there is one.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _run_on(cpus: set[int] | None, work: Callable[[], None]) -> None:
+    """Do ``work`` on a thread that runs on these processors only, and wait for it."""
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if cpus is not None:
+                os.sched_setaffinity(0, cpus)  # of this thread alone
+            work()
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="kvoffload-first-touch")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]

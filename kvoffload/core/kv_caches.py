@@ -49,10 +49,12 @@ class CanonicalKVCacheRef:
     Attributes:
         tensor_idx: index into ``CanonicalKVCaches.tensors``.
         page_size_bytes: bytes that are real, padding excluded; at most the tensor's page.
+        layer: the layer's name, for messages and lists.
     """
 
     tensor_idx: int
     page_size_bytes: int
+    layer: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +65,14 @@ class CanonicalKVCaches:
         tensors: each byte of the cache belongs to one tensor at most.
         group_data_refs: one list of references per group, in the group's layer order. Layers of
             one group share block ids.
+
+    Both may be empty: a rank may hold no layers.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
 
     def __post_init__(self) -> None:
-        if not self.tensors:
-            raise LayoutError("no tensors: there is no KV cache to offload")
-        if not self.group_data_refs:
-            raise LayoutError("no groups: name the layers that share block ids")
         devices = {entry.tensor.device for entry in self.tensors}
         if len(devices) > 1:
             raise LayoutError(f"the tensors live on several devices: {sorted(map(str, devices))}")
@@ -111,6 +111,20 @@ class CanonicalKVCaches:
             entries.append(CanonicalKVCacheTensor(rows, rows.shape[1]))
         refs = [CanonicalKVCacheRef(i, e.page_size_bytes) for i, e in enumerate(entries)]
         return cls(entries, [refs])
+
+    def describe(self) -> list[str]:
+        """One line for each part of each layer: what will be moved."""
+        lines = []
+        for group, refs in enumerate(self.group_data_refs):
+            for ref in refs:
+                tensor = self.tensors[ref.tensor_idx]
+                padding = tensor.page_size_bytes - ref.page_size_bytes
+                lines.append(
+                    f"group {group}: {ref.layer or 'layer'}: tensor {ref.tensor_idx}, "
+                    f"{tensor.tensor.shape[0]} pages of {tensor.page_size_bytes} bytes"
+                    + (f", {padding} of them padding" if padding else "")
+                )
+        return lines
 
     @property
     def device(self) -> torch.device:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.blocks import chunk_units, chunks_touched, expand_block_ids
+from kvoffload.core.buffers import BufferPool
 from kvoffload.core.errors import (
     BlockCountError,
     BlockRangeError,
@@ -236,6 +237,7 @@ class CopyPlan:
         src_units, dst_units: int64[n], units as in :class:`Side`.
         bounds: int64[groups + 1]; group ``g`` owns pairs ``bounds[g]:bounds[g + 1]``.
         geometry: where the units lie.
+        buffers: what the lowering writes into; see :meth:`release`.
     """
 
     src: Side
@@ -244,6 +246,8 @@ class CopyPlan:
     dst_units: IntArray
     bounds: IntArray
     geometry: Geometry
+    buffers: BufferPool = field(default_factory=BufferPool)
+    _borrowed: list[IntArray] = field(default_factory=list)
 
     @property
     def src_on_host(self) -> bool:
@@ -261,7 +265,10 @@ class CopyPlan:
         return int(np.diff(self.bounds) @ self.geometry.group_bytes)
 
     def descriptors(self) -> Descriptors:
-        """Lower to contiguous copies; adjacent pages are coalesced into one."""
+        """Lower to contiguous copies; adjacent pages are coalesced into one.
+
+        The arrays are read-only, and stay as they are until :meth:`release`.
+        """
         parts: list[tuple[_Strand, IntArray, IntArray, IntArray]] = []
         total = 0
         for group in np.flatnonzero(np.diff(self.bounds)).tolist():
@@ -274,7 +281,9 @@ class CopyPlan:
                 )
                 parts.append((strand, src[starts], dst[starts], lengths))
                 total += len(strand.page_bytes) * len(starts)
-        out = np.empty((3, total), dtype=np.int64)
+        buffer = self.buffers.borrow(3 * total)
+        self._borrowed.append(buffer)
+        out = buffer[: 3 * total].reshape(3, total)
         at = 0
         for strand, src, dst, lengths in parts:
             shape = (len(strand.page_bytes), len(lengths))
@@ -283,7 +292,13 @@ class CopyPlan:
             np.add(strand.dst_base, _offsets(dst, self.dst.factor, strand.dst_step), out=rows[1])
             np.multiply(strand.page_bytes, lengths, out=rows[2])
             at += shape[0] * shape[1]
+        out.flags.writeable = False
         return Descriptors(*out.view(np.uint64))
+
+    def release(self) -> None:
+        """The copy is done: what :meth:`descriptors` returned may be overwritten."""
+        while self._borrowed:
+            self.buffers.give_back(self._borrowed.pop())
 
     def indices(self, bucket: Callable[[int], int] = power_of_two) -> Iterator[GroupIndices]:
         """Lower to index arrays, one pair per group that moves anything.
@@ -327,16 +342,30 @@ def _runs(
     return starts, ends - starts
 
 
-def plan_transfer(geometry: Geometry, src: LoadStoreSpec, dst: LoadStoreSpec) -> CopyPlan:
+def plan_transfer(
+    geometry: Geometry,
+    src: LoadStoreSpec,
+    dst: LoadStoreSpec,
+    *,
+    null_block: int | None = None,
+    buffers: BufferPool | None = None,
+) -> CopyPlan:
     """Check the two specs of a transfer and turn them into a plan.
 
-    A store (device → host) fills whole chunks; a load (host → device) may enter or leave inside
-    one. The ids are read here and not again.
+    A store (device → host) fills whole chunks; a chunk with a null block in it is not stored, and
+    no chunk id is given for it. A load (host → device) may enter or leave inside a chunk, and never
+    touches the null block. The ids are read here and not again.
+
+    Args:
+        geometry: of the registered caches.
+        src, dst: one on the device, one on the host.
+        null_block: the device block that stands for "nothing here", where the engine has one.
+        buffers: what the lowering writes into.
 
     Raises:
         UnroutableError: this pair of spec types does not move between device and host.
         BlockCountError: the sides disagree, or a store does not fill whole chunks.
-        BlockRangeError: an id does not exist.
+        BlockRangeError: an id does not exist, or a load names the null block.
         DuplicateBlockError: a destination is named twice.
     """
     if isinstance(src, DeviceLoadStoreSpec) and isinstance(dst, HostLoadStoreSpec):
@@ -346,11 +375,22 @@ def plan_transfer(geometry: Geometry, src: LoadStoreSpec, dst: LoadStoreSpec) ->
     else:
         raise UnroutableError(f"no copy between {type(src).__name__} and {type(dst).__name__}")
     factor = geometry.block_size_factor
-    sizes, first = device.group_sizes, device.block_indices
+    blocks, sizes, first = device.block_ids, device.group_sizes, device.block_indices
     if len(sizes) != len(geometry.groups):
         raise BlockCountError(
             f"{len(sizes)} group_sizes, but {len(geometry.groups)} groups are registered"
         )
+    if store and factor > 1 and ((sizes % factor).any() or (first[sizes > 0] % factor).any()):
+        raise BlockCountError(
+            f"a store fills whole chunks of {factor} blocks: got {sizes.tolist()} blocks "
+            f"from logical index {first.tolist()}"
+        )
+    if null_block is not None and (blocks == null_block).any():
+        if not store:
+            raise BlockRangeError(
+                f"block {null_block} is the null block; nothing can be loaded there"
+            )
+        blocks, sizes = _without_null_chunks(blocks, sizes, factor, null_block)
     touched = chunks_touched(sizes, first, factor)
     if int(touched.sum()) != len(host.block_ids):
         raise BlockCountError(
@@ -358,24 +398,31 @@ def plan_transfer(geometry: Geometry, src: LoadStoreSpec, dst: LoadStoreSpec) ->
             f"{touched.tolist()} chunks of {factor} blocks, but "
             f"{len(host.block_ids)} chunk ids are given"
         )
-    if store and factor > 1 and ((sizes % factor).any() or (first[sizes > 0] % factor).any()):
-        raise BlockCountError(
-            f"a store fills whole chunks of {factor} blocks: got {sizes.tolist()} blocks "
-            f"from logical index {first.tolist()}"
-        )
-    _check_ids(geometry, geometry.device, device.block_ids, sizes, destination=not store)
+    _check_ids(geometry, geometry.device, blocks, sizes, destination=not store)
     _check_ids(geometry, geometry.host, host.block_ids, touched, destination=store)
 
-    device_units = device.block_ids
     host_units = chunk_units(host.block_ids, sizes, first, factor)
     pieces = geometry.device.factor
     if pieces > 1:
-        device_units = expand_block_ids(device_units, pieces)
+        blocks = expand_block_ids(blocks, pieces)
         host_units = expand_block_ids(host_units, pieces)
     bounds = np.concatenate(([0], np.cumsum(sizes * pieces)))
+    buffers = buffers or BufferPool()
     if store:
-        return CopyPlan(geometry.device, geometry.host, device_units, host_units, bounds, geometry)
-    return CopyPlan(geometry.host, geometry.device, host_units, device_units, bounds, geometry)
+        return CopyPlan(
+            geometry.device, geometry.host, blocks, host_units, bounds, geometry, buffers
+        )
+    return CopyPlan(geometry.host, geometry.device, host_units, blocks, bounds, geometry, buffers)
+
+
+def _without_null_chunks(
+    blocks: IntArray, sizes: IntArray, factor: int, null_block: int
+) -> tuple[IntArray, IntArray]:
+    """The blocks of whole chunks that hold no null block, and how many each group has left."""
+    kept = (blocks.reshape(-1, factor) != null_block).all(axis=1)
+    group = np.repeat(np.arange(len(sizes)), sizes // factor)
+    left = np.bincount(group[kept], minlength=len(sizes)) * factor
+    return blocks.reshape(-1, factor)[kept].reshape(-1), left
 
 
 def _check_ids(

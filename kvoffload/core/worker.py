@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvoffload.core.backend import Backend, HostOrder, Lane
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import ConfigurationError, StateError, UnroutableError
 from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
+from kvoffload.core.host_pool import HostCapacity
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.sizes import parse_bytes
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
@@ -32,6 +33,10 @@ class OffloadingWorker:
         host_bytes: int | str,
         block_size_factor: int = 1,
         host_order: HostOrder | None = None,
+        null_block: int | None = None,
+        tokens_per_block: int | Sequence[int] | None = None,
+        longest_request: int | None = None,
+        numa_node: int | None = None,
     ) -> OffloadingWorker:
         """A worker that stores blocks of ``caches`` in host memory and loads them back.
 
@@ -42,7 +47,8 @@ class OffloadingWorker:
             caches: the engine's KV cache.
             host_bytes: budget of host memory, a number or a string such as ``"4GiB"``.
             block_size_factor: device blocks per chunk.
-            host_order: how chunks lie in host memory; by default what the backend prefers.
+            host_order, null_block, tokens_per_block, longest_request, numa_node: see
+                :class:`TransferEngine`.
 
         Raises:
             CapacityError: the budget is malformed, below one chunk, or above the machine's memory.
@@ -54,6 +60,10 @@ class OffloadingWorker:
             host_bytes=parse_bytes(host_bytes, "host_bytes"),
             block_size_factor=block_size_factor,
             host_order=host_order,
+            null_block=null_block,
+            tokens_per_block=tokens_per_block,
+            longest_request=longest_request,
+            numa_node=numa_node,
         )
         worker = cls()
         worker.engine = engine
@@ -127,7 +137,17 @@ class OffloadingWorker:
     @property
     def num_chunks(self) -> list[int]:
         """Chunk ids that each group can use; what a manager is built with."""
-        return [int(count) for count in self._require_engine().num_chunks]
+        return list(self.capacity.chunks)
+
+    @property
+    def pool_of_group(self) -> list[int]:
+        """Groups with the same number share chunk ids; what a manager is built with."""
+        return [int(pool) for pool in self._require_engine().geometry.pool_of_group]
+
+    @property
+    def capacity(self) -> HostCapacity:
+        """What the host budget bought."""
+        return self._require_engine().host.layout.capacity
 
     def host_bytes_resident(self) -> int:
         """Bytes of host memory that the chunks occupy now, read from the operating system."""
@@ -137,6 +157,13 @@ class OffloadingWorker:
         if self.engine is None:
             raise StateError("this worker has no caches; build it with OffloadingWorker.for_caches")
         return self.engine
+
+    def unregister(self) -> None:
+        """Wait for all jobs and let go of the caches and of host memory; the backend stays open.
+
+        For an engine that sleeps: when it wakes, :meth:`for_caches` takes the same backend again.
+        """
+        self._require_engine().unregister()
 
     def shutdown(self) -> None:
         """End all jobs and shut every handler down. Works twice."""
