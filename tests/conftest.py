@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from kvoffload.core.backend import Backend
 from kvoffload.plugins.registry import BackendRegistry
 from tests.lab import Lab
+
+# Tensors here are tiny; more threads only get in each other's way.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,13 +42,24 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """The lane's backend; a lane whose backend cannot run fails."""
+@pytest.fixture(scope="session")
+def make_backend(request: pytest.FixtureRequest) -> Callable[[], Backend]:
+    """Makes the lane's backend; a lane whose backend cannot run fails."""
     wanted = str(request.config.getoption("kv_backend"))
-    name, chosen = BackendRegistry().choose(wanted)
-    assert name == wanted
-    return chosen
+    registry = BackendRegistry()
+
+    def make() -> Backend:
+        name, chosen = registry.choose(wanted)
+        assert name == wanted
+        return chosen
+
+    return make
+
+
+@pytest.fixture
+def backend(make_backend: Callable[[], Backend]) -> Backend:
+    """The lane's backend."""
+    return make_backend()
 
 
 @pytest.fixture

@@ -34,13 +34,17 @@ class Lab:
         self.backend = backend
         self.rig = rig_for(backend)
         self.tensors = [self.rig.allocate(BLOCKS * page).view(BLOCKS, page) for page in PAGES]
-        self.worker = OffloadingWorker.for_caches(
-            backend,
+        self.worker = self.register()
+        self._job_ids = itertools.count(1)
+        self._stack = contextlib.ExitStack()
+
+    def register(self) -> OffloadingWorker:
+        """A worker for the lab's tensors."""
+        return OffloadingWorker.for_caches(
+            self.backend,
             CanonicalKVCaches.from_tensors(self.tensors),
             host_bytes=sum(PAGES) * CHUNKS,
         )
-        self._job_ids = itertools.count(1)
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.rig)

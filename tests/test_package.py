@@ -25,6 +25,7 @@ ALLOWED = {
     "plugins": {"core", "plugins"},
     "rig": {"core", "backends.thread_base"},
     "replay": {"core", "scheduler", "rig", "replay"},
+    "bench": {"core", "scheduler", "rig", "bench"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905

@@ -16,6 +16,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 Command: TypeAlias = Callable[[], int]
 
 
@@ -91,6 +94,14 @@ def replay(
     concurrency: Annotated[
         int, typer.Option(parser=_count, metavar="N", help="Requests in flight.")
     ] = 8,
+    block_size_factor: Annotated[
+        int,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="Device blocks per chunk; only whole chunks are stored.",
+        ),
+    ] = 1,
     limit: Annotated[
         int | None, typer.Option(parser=_count, metavar="N", help="Serve at most so many requests.")
     ] = None,
@@ -114,9 +125,27 @@ def replay(
             layers=layers,
             page_bytes=page_bytes,
             concurrency=concurrency,
+            block_size_factor=block_size_factor,
         )
         return run(
             settings, trace=trace, backend_name=backend, limit=limit, seed=seed, as_json=json
         )
+
+    return command
+
+
+@bench.command("plan")
+def bench_plan(
+    layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers.")] = 64,
+    blocks: Annotated[int, typer.Option(parser=_count, metavar="N", help="Blocks.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """What it costs to turn block ids into copies, against numpy's own outer sums."""
+
+    def command() -> int:
+        from kvoffload.cli.bench import run_plan
+
+        return run_plan(layers=layers, blocks=blocks, seed=seed, as_json=json)
 
     return command

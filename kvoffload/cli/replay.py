@@ -51,7 +51,7 @@ def run(
             raise ConfigurationError(
                 f"{error} (--host-bytes {settings.host_bytes}, --device-blocks "
                 f"{settings.device_blocks}, --layers {settings.layers}, --page-bytes "
-                f"{settings.page_bytes})"
+                f"{settings.page_bytes}, --block-size-factor {settings.block_size_factor})"
             ) from error
         try:
             with _progress(len(requests)) as advance:

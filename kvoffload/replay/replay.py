@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.backend import Backend
+from kvoffload.core.blocks import expand_block_ids, whole_chunks
 from kvoffload.core.engine import TransferResult
 from kvoffload.core.errors import ConfigurationError, KVOffloadError
 from kvoffload.core.kv_caches import CanonicalKVCaches
@@ -41,6 +42,7 @@ class Settings:
         layers: tensors of the cache.
         page_bytes: bytes of one block in one layer.
         concurrency: requests in flight.
+        block_size_factor: device blocks per chunk; only whole chunks are stored.
     """
 
     device_blocks: int
@@ -48,6 +50,7 @@ class Settings:
     layers: int
     page_bytes: int
     concurrency: int
+    block_size_factor: int = 1
 
 
 @dataclass
@@ -89,9 +92,11 @@ class _Running:
 
     context: RequestContext
     ids: IntArray
-    keys: list[OffloadKey]
+    keys: list[OffloadKey]  # of its blocks
+    chunk_keys: list[OffloadKey]  # of its whole chunks
     blocks: IntArray
-    loaded: slice
+    loaded: slice  # blocks
+    load_keys: list[OffloadKey] = field(default_factory=list)
     load_job: int | None = None
     store_job: int | None = None
     store_keys: list[OffloadKey] = field(default_factory=list)
@@ -118,7 +123,10 @@ class Replay:
         shape = (settings.layers, settings.device_blocks, settings.page_bytes)
         self._layers = list(rig.allocate(math.prod(shape)).view(shape))
         self._worker = OffloadingWorker.for_caches(
-            backend, CanonicalKVCaches.from_tensors(self._layers), host_bytes=settings.host_bytes
+            backend,
+            CanonicalKVCaches.from_tensors(self._layers),
+            host_bytes=settings.host_bytes,
+            block_size_factor=settings.block_size_factor,
         )
         self._manager = HostOffloadingManager(self._worker.num_chunks)
         self._pool = DevicePool(settings.device_blocks)
@@ -168,30 +176,42 @@ class Replay:
         while len(self._running) >= self._settings.concurrency or not self._pool.fits(keys):
             self._retire()
 
+        factor = self._settings.block_size_factor
         context = RequestContext(str(number))
         on_device = self._pool.prefix(keys)
-        blocks = np.array(self._pool.acquire(context.request_id, keys), dtype=np.int64)
-        on_host = self._manager.lookup(keys[on_device:], context).hits
-        self._manager.touch(keys, context)
-        computed = slice(on_device + on_host, len(keys))
-        running = _Running(context, ids, keys, blocks, loaded=slice(on_device, on_device + on_host))
+        running = _Running(
+            context,
+            ids,
+            keys,
+            loaded=slice(on_device, on_device),
+            chunk_keys=[_chunk_key(keys[i : i + factor]) for i in _whole(len(keys), factor)],
+            blocks=np.array(self._pool.acquire(context.request_id, keys), dtype=np.int64),
+        )
         self._running.append(running)
-        if on_host:
+        self._manager.touch(running.chunk_keys, context)
+        # A load may enter the first chunk behind what the device has of it.
+        first_chunk = on_device // factor
+        chunks = self._manager.lookup(running.chunk_keys[first_chunk:], context).hits
+        ready = (first_chunk + chunks) * factor if chunks else on_device
+        if ready > on_device:
+            running.loaded = slice(on_device, ready)
+            running.load_keys = running.chunk_keys[first_chunk : first_chunk + chunks]
             self._load(running)
-        if computed.start < len(keys):
-            self._compute(blocks[computed], ids[computed])
-            self._store(running, computed)
+        if ready < len(keys):
+            self._compute(running.blocks[ready:], ids[ready:])
+            self._store(running, ready // factor)
 
         report = self.report
         report.requests += 1
         report.blocks += len(keys)
         report.device_hit_blocks += on_device
-        report.host_hit_blocks += on_host
-        report.computed_blocks += len(keys) - on_device - on_host
+        report.host_hit_blocks += ready - on_device
+        report.computed_blocks += len(keys) - ready
 
     def _load(self, running: _Running) -> None:
-        source = self._manager.prepare_load(running.keys[running.loaded], running.context)
-        target = DeviceLoadStoreSpec(running.blocks[running.loaded])
+        source = self._manager.prepare_load(running.load_keys, running.context)
+        blocks = running.blocks[running.loaded]
+        target = DeviceLoadStoreSpec(blocks, [len(blocks)], [running.loaded.start])
         running.load_job = self._submit(source, target)
         # Whoever uses these blocks next on the device does so after the load.
         self._worker.fence([running.load_job])
@@ -206,16 +226,18 @@ class Replay:
     def _expected(self, ids: IntArray, layer: int) -> npt.NDArray[np.uint8]:
         return pattern.pages(ids, layer, self._settings.page_bytes)
 
-    def _store(self, running: _Running, computed: slice) -> None:
-        output = self._manager.prepare_store(running.keys[computed], running.context)
+    def _store(self, running: _Running, first_chunk: int) -> None:
+        output = self._manager.prepare_store(running.chunk_keys[first_chunk:], running.context)
         if output is None:
             self.report.refused_stores += 1
             return
         self.report.evicted_chunks += len(output.evicted_keys)
         running.store_keys = output.keys_to_store
         if output.keys_to_store:
-            block_of = dict(zip(running.keys, running.blocks.tolist(), strict=True))
-            source = DeviceLoadStoreSpec([block_of[key] for key in output.keys_to_store])
+            factor = self._settings.block_size_factor
+            place = {key: chunk for chunk, key in enumerate(running.chunk_keys)}
+            chunks = np.array([place[key] for key in output.keys_to_store], dtype=np.int64)
+            source = DeviceLoadStoreSpec(running.blocks[expand_block_ids(chunks, factor)])
             running.store_job = self._submit(source, output.store_spec)
 
     def _submit(self, src: LoadStoreSpec, dst: LoadStoreSpec) -> int:
@@ -229,9 +251,7 @@ class Replay:
         report = self.report
         if running.load_job is not None:
             result = self._result(running.load_job)
-            self._manager.complete_load(
-                running.keys[running.loaded], running.context, result.success
-            )
+            self._manager.complete_load(running.load_keys, running.context, result.success)
             report.bytes_loaded += result.transfer_size
             if not result.success:
                 # What an engine does with a failed load: compute.
@@ -260,6 +280,16 @@ class Replay:
             found = self._rig.read(layer, running.blocks)
             corrupt |= (found != self._expected(running.ids, number)).any(axis=1)
         return int(corrupt.sum())
+
+
+def _whole(blocks: int, factor: int) -> range:
+    """First blocks of the whole chunks of a request."""
+    return range(*whole_chunks(0, blocks, factor), factor)
+
+
+def _chunk_key(keys: Sequence[OffloadKey]) -> OffloadKey:
+    """What a chunk is known by: all its blocks, nothing shortened."""
+    return OffloadKey(b"".join(key.block_hash for key in keys))
 
 
 def check(requests: Sequence[Request], settings: Settings) -> None:

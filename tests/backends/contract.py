@@ -14,6 +14,7 @@ import pytest
 
 from kvoffload.core.backend import Lane
 from kvoffload.core.errors import (
+    AlreadyBoundError,
     BlockCountError,
     BlockRangeError,
     ClosedError,
@@ -290,6 +291,24 @@ def shutdown_drains_and_works_twice(lab: Lab) -> None:
     assert (lab.rig.gather(lab.tensors[0], rows) == lab.content([5], 0)).all()
 
 
+def caches_can_be_registered_again_after_they_were_unregistered(lab: Lab) -> None:
+    with pytest.raises(AlreadyBoundError):
+        lab.register()
+    lab.fill([1], [5])
+    lab.rig.hold()
+    job = lab.store([1], [0])
+    lab.rig.release()
+    lab.worker.unregister()
+    lab.worker.unregister()
+    assert [r.job_id for r in lab.worker.get_finished() if r.success] == [job]
+    with pytest.raises(ClosedError):
+        lab.store([1], [0])
+    lab.worker = lab.register()
+    lab.fill([1], [6])
+    lab.succeed(lab.store([1], [0]), lab.load([0], [2]))
+    lab.expect([2], [6])
+
+
 CONTRACT: tuple[Callable[[Lab], None], ...] = (
     every_byte_round_trips_and_no_other_is_touched,
     consecutive_blocks_round_trip,
@@ -309,5 +328,6 @@ CONTRACT: tuple[Callable[[Lab], None], ...] = (
     a_result_tells_bytes_media_and_seconds,
     a_job_keeps_the_caches_alive,
     events_are_reused,
+    caches_can_be_registered_again_after_they_were_unregistered,
     shutdown_drains_and_works_twice,
 )

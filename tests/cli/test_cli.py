@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.backends.cpu.backend import CpuBackend
 from kvoffload.cli import main
-from kvoffload.core.host_memory import total_memory
+from kvoffload.core.host_memory import memory_limit
 
 QUICK = ["replay", "--device-blocks", "100", "--page-bytes", "64", "--limit", "150"]
 
@@ -79,7 +79,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--host-bytes", "1g"], ["--host-bytes", "1g", "GiB"]),
         (["--host-bytes", ""], ["--host-bytes"]),
         (["--host-bytes", "100"], ["--host-bytes", "100", "65536"]),
-        (["--host-bytes", "900TiB"], ["--host-bytes", str(900 << 40), str(total_memory())]),
+        (["--host-bytes", "900TiB"], ["--host-bytes", str(900 << 40), str(memory_limit().nbytes)]),
         (["--device-blocks", str(1 << 50)], ["--device-blocks", str(1 << 50)]),
         (["--backend", "nonsense"], ["nonsense", "cpu"]),
         (["--backend", "cuda"], ["cuda", "not available"]),
@@ -165,9 +165,21 @@ def test_backends_lists_all_with_reasons(capsys: pytest.CaptureFixture[str]) -> 
         assert name in out
 
 
+def test_bench_plan_prints_lowering_and_floor_of_one_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "plan", "--layers", "4", "--blocks", "50", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["lowering_us"] / row["floor_us"])
+    assert main(["bench", "plan", "--layers", "4", "--blocks", "50"]) == 0
+    assert "ratio" in capsys.readouterr().out
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvoffload 0.")
-    for command in ([], ["replay"], ["backends"]):
+    for command in ([], ["replay"], ["backends"], ["bench"], ["bench", "plan"]):
         assert main([*command, "--help"]) == 0
         assert "--help" in capsys.readouterr().out

@@ -83,6 +83,39 @@ def test_counts_agree_with_two_dictionaries() -> None:
     assert report.ok
 
 
+@pytest.mark.parametrize("factor", [2, 3, 5])
+def test_only_whole_chunks_are_stored_and_a_load_may_enter_inside_one(factor: int) -> None:
+    chunk = 300 * factor
+    settings = Settings(
+        device_blocks=40,
+        host_bytes=chunk * 60,
+        layers=3,
+        page_bytes=100,
+        concurrency=3,
+        block_size_factor=factor,
+    )
+    entered_inside = 0
+
+    def watch(run: Replay, rig: Any) -> None:
+        load = run._load
+
+        def watched(running: Any) -> None:
+            nonlocal entered_inside
+            entered_inside += running.loaded.start % factor > 0
+            load(running)
+
+        run._load = watched  # type: ignore[method-assign]
+
+    requests = [r for r in chat(1, 400) if len(r.hash_ids) <= 40]
+    report = replay(requests, settings, prepare=watch)
+    assert report.ok
+    assert entered_inside > 0
+    assert report.host_hit_blocks > 0
+    assert report.evicted_chunks > 0
+    assert report.bytes_stored == report.stored_chunks * chunk
+    assert report.bytes_loaded == report.host_hit_blocks * 300
+
+
 def test_counts_do_not_depend_on_timing() -> None:
     reports = [replay(chat(2, 150)) for _ in range(3)]
     for report in reports:

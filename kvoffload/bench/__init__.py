@@ -1,0 +1,1 @@
+"""What ``kvoffload bench`` measures: ratios within one run, not seconds to compare across runs."""
