@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from kvoffload.backends.thread_base import ThreadBackend, ThreadStream, Work, void
-from kvoffload.core.backend import Backend, Lane
+from kvoffload.core.backend import Backend
 from kvoffload.core.errors import ConfigurationError, CopyError
 from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import IntArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -144,8 +145,8 @@ class ThreadRig(DeviceRig):
 
     def synchronize(self) -> None:
         self._compute.synchronize()
-        for lane in Lane:
-            self._backend.new_stream(lane).synchronize()
+        for stream in self._backend.streams.values():
+            stream.synchronize()
 
     def hold(self) -> None:
         self._gate.clear()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvoffload.core.backend import Backend
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvoffload.core.worker import OffloadingWorker
 from kvoffload.rig import rig_for
@@ -108,6 +109,20 @@ class Lab:
         spec = (HostLoadStoreSpec(chunks), DeviceLoadStoreSpec(blocks))
         assert self.worker.transfer_async(job_id, spec, after=after)
         return job_id
+
+    def copy(
+        self, sources: Sequence[int], targets: Sequence[int], after: After = CURRENT_STREAM
+    ) -> int:
+        job_id = next(self._job_ids)
+        source, target = DeviceLoadStoreSpec(sources), DeviceLoadStoreSpec(targets)
+        assert self.worker.copy_blocks(job_id, source, target, after=after)
+        return job_id
+
+    def submit(self, lane: Lane) -> int:
+        """Block 1 to chunk 0, chunk 0 to block 2, or block 1 to block 3."""
+        if lane is Lane.STORE:
+            return self.store([1], [0])
+        return self.load([0], [2]) if lane is Lane.LOAD else self.copy([1], [3])
 
     def finish(self, *job_ids: int) -> list[TransferResult]:
         """Wait for the jobs; all results, in the order of the ids."""

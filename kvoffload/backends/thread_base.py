@@ -13,9 +13,15 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from kvoffload.core.backend import Backend, Capabilities, Lane, Stream
+from kvoffload.core.backend import Backend, Capabilities, Stream
+from kvoffload.core.errors import ClosedError
+from kvoffload.core.lanes import Lane
 
 Work: TypeAlias = Callable[[], None]
+
+
+class _DiedError(RuntimeError):
+    """A piece of work raised what would have ended its thread."""
 
 
 class _Point:
@@ -61,8 +67,8 @@ class ThreadEvent:
 class ThreadStream:
     """A queue of work that one daemon thread runs in order.
 
-    The first error of a piece of work is kept for the next event recorded after it; work in
-    between is skipped.
+    An error is told by the next event recorded after the work that failed; work in between is
+    skipped.
 
     Args:
         name: of the thread.
@@ -71,6 +77,7 @@ class ThreadStream:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._error: Exception | None = None
+        self._spoilt = False  # work has failed, or was skipped, since the error
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -79,41 +86,58 @@ class ThreadStream:
         while (step := self._queue.get()) is not None:
             step()
 
+    def _enqueue(self, step: Work) -> None:
+        if self._closed:
+            raise ClosedError(f"the stream {self._thread.name} was closed")
+        self._queue.put(step)
+
+    def _attempt(self, work: Work) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the thread must outlive anything
+            self._error = error if isinstance(error, Exception) else _DiedError(repr(error))
+
     def submit(self, work: Work) -> None:
-        """Run ``work`` on the stream's thread after everything enqueued before."""
+        """Run ``work`` on the stream's thread after everything enqueued before.
+
+        Raises:
+            ClosedError: after :meth:`close`; as for all else that enqueues.
+        """
 
         def step() -> None:
             if self._error is None:
-                try:
-                    work()
-                except Exception as error:  # noqa: BLE001 - it belongs to the job, not the thread
-                    self._error = error
+                self._attempt(work)
+            self._spoilt = self._error is not None
 
-        self._queue.put(step)
+        self._enqueue(step)
 
     def record_event(self, event: ThreadEvent) -> ThreadEvent:
         """Reach ``event`` after the stream's work so far, with that work's error if it had one."""
         point = event.point = _Point()
 
         def step() -> None:
-            error, self._error = self._error, None
-            point.reach(error)
+            point.reach(self._error)
+            if self._spoilt:
+                self._error, self._spoilt = None, False
 
-        self._queue.put(step)
+        self._enqueue(step)
         return event
 
     def wait_event(self, event: Any) -> None:
-        """Start later work after ``event``; an event of another kind is synchronised with."""
+        """Start later work after ``event``; an event of another kind is synchronised with.
+
+        Where that fails, the work that waited for it is skipped, and its event tells why.
+        """
         if isinstance(event, ThreadEvent):
             reached = event.point.reached
-            self._queue.put(lambda: void(reached.wait()))
+            self._enqueue(lambda: void(reached.wait()))
         else:
-            self.submit(event.synchronize)
+            self._enqueue(lambda: self._attempt(event.synchronize))
 
     def synchronize(self) -> None:
         """Block until the stream's work so far is done or has failed."""
         reached = threading.Event()
-        self._queue.put(reached.set)
+        self._enqueue(reached.set)
         reached.wait()
 
     def close(self) -> None:
@@ -151,13 +175,14 @@ class ThreadBackend(Backend):
     capabilities = Capabilities(asynchronous=True, timing_events=True)
 
     def __init__(self) -> None:
-        self._streams: dict[Lane, ThreadStream] = {}
+        self.streams: dict[Lane, ThreadStream] = {}
+        """Those that were asked for and are open."""
         self._current = threading.local()
 
     def new_stream(self, lane: Lane) -> ThreadStream:
-        if lane not in self._streams:
-            self._streams[lane] = ThreadStream(f"kvoffload-{lane.value}")
-        return self._streams[lane]
+        if lane not in self.streams:
+            self.streams[lane] = ThreadStream(f"kvoffload-{lane.value}")
+        return self.streams[lane]
 
     def new_event(self) -> ThreadEvent:
         return ThreadEvent()
@@ -177,6 +202,6 @@ class ThreadBackend(Backend):
             self._current.stream = before
 
     def close(self) -> None:
-        streams, self._streams = self._streams, {}
+        streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.close()

@@ -16,6 +16,7 @@ import torch
 
 from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan, Geometry
 
 INTERFACE_VERSION = 1
@@ -26,7 +27,11 @@ Keep = Callable[[T], T]
 
 
 class Event(Protocol):
-    """A point in a stream's work. ``torch.Event`` satisfies it."""
+    """A point in a stream's work. ``torch.Event`` satisfies it.
+
+    It can be recorded again at once: whoever was told to wait for it waits for the recording that
+    it saw.
+    """
 
     def query(self) -> bool:
         """False while the work before it runs, True when it is done; raises when it failed.
@@ -48,14 +53,10 @@ class Stream(Protocol):
         """Later work of this stream starts after the event; the calling thread goes on."""
 
     def record_event(self, event: Any, /) -> Any:
-        """Record the event after the stream's work so far."""
+        """Record the event after the stream's work so far.
 
-
-class Lane(Enum):
-    """A direction of transfers. Each lane has one stream, and its jobs run in order."""
-
-    STORE = "store"
-    LOAD = "load"
+        It raises only when the device has failed for good, and runs nothing any more.
+        """
 
 
 class HostOrder(Enum):
@@ -146,6 +147,10 @@ class Backend(ABC):
     @abstractmethod
     def current_stream(self) -> Stream:
         """The stream on which the calling thread enqueues device work now."""
+
+    def is_capturing(self) -> bool:
+        """The calling thread's current stream is being captured into a graph."""
+        return False
 
     @abstractmethod
     def new_stream(self, lane: Lane) -> Stream:

@@ -9,33 +9,54 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import torch
 
-from kvoffload.core.backend import Backend, Event, HostOrder, Lane, Stream
+from kvoffload.core.backend import Backend, Event, HostOrder, Stream
 from kvoffload.core.buffers import BufferPool
 from kvoffload.core.errors import (
     AlreadyBoundError,
+    BlockWithheldError,
+    CancelledError,
     ClosedError,
     ConfigurationError,
     CopyError,
+    DependencyError,
     DuplicateJobError,
+    ForkedError,
+    GraphCaptureError,
     SpecError,
+    StalledError,
     SubmitError,
     TransferError,
 )
 from kvoffload.core.host_memory import check_available
 from kvoffload.core.host_pool import HostLayout, HostPool
 from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.lanes import Lane
+from kvoffload.core.ordering import OrderingTable
 from kvoffload.core.plan import CopyPlan, Geometry, Side, plan_transfer
+from kvoffload.core.sizes import parse_bytes
 from kvoffload.core.specs import IntArray, LoadStoreSpec
 
 logger = logging.getLogger(__name__)
+
+LAUNCHED_PER_LANE = 128
+"""Jobs that are on a lane's stream at a time. Enqueuing blocks when a stream is full, which device
+streams are at about 1,000 pieces of work; a job takes up to seven (three waits, two events, the
+copy, and one to spare)."""
+KEPT_EVENTS = 4 * LAUNCHED_PER_LANE
+"""Idle events kept for later."""
+POLL_SECONDS = 0.001
+"""How often a wait that must not last for ever looks again."""
 
 
 class CurrentStream(Enum):
@@ -78,19 +99,34 @@ class TransferResult:
     error: TransferError | None
 
 
+class _State(Enum):
+    WAITING = 1  # for room in its lane's stream, or for a job that is waiting itself
+    LAUNCHED = 2  # all of it, or what could be of it, is on the stream
+    ENDED = 3  # nothing of it runs any more
+
+
 @dataclass(eq=False)
 class _Job:
+    """One transfer, from submission until it has stopped."""
+
+    number: int
     job_id: int
     plan: CopyPlan
+    lane: _Lane
     transfer_type: tuple[str, str]
-    # A job has failed until its launch is complete, so that no interruption makes it a success.
-    error: TransferError | None = field(
-        default_factory=lambda: SubmitError("the submission was interrupted")
-    )
-    events: list[Event] = field(default_factory=list)
+    submitted: float
+    suspects: list[_Job]
+    previous: _Job | None
+    after: Event | None = None
+    owns_mark: bool = False
+    dependencies: list[int] = field(default_factory=list)
+    error: TransferError | None = None
+    state: _State = _State.WAITING
     start: Event | None = None
     end: Event | None = None
     held: list[Any] = field(default_factory=list)
+    cancelled: bool = False
+    reported: bool = False
 
     def keep(self, value: Any) -> Any:
         self.held.append(value)
@@ -99,9 +135,22 @@ class _Job:
 
 @dataclass(eq=False)
 class _Lane:
+    """The jobs of one direction, oldest first, and what was reported of them."""
+
+    index: int
     stream: Stream
     jobs: collections.deque[_Job] = field(default_factory=collections.deque)
-    results: list[TransferResult] = field(default_factory=list)
+    waiting: collections.deque[_Job] = field(default_factory=collections.deque)
+    results: list[tuple[_Job, TransferResult]] = field(default_factory=list)
+
+    @property
+    def launched(self) -> int:
+        """Jobs that are on the stream, or whose turn came and that failed."""
+        return len(self.jobs) - len(self.waiting)
+
+
+_busy: set[TransferEngine] = set()
+"""Engines with jobs that have not stopped: those keep caches and host memory alive."""
 
 
 class TransferEngine:
@@ -112,7 +161,8 @@ class TransferEngine:
     Args:
         backend: available on this machine.
         caches: the engine's KV cache; kept alive as long as a job may use it.
-        host_bytes: the budget of host memory; all of it that holds whole chunks is used.
+        host_bytes: the budget of host memory, a number of bytes or a string such as ``"4GiB"``;
+            all of it that holds whole chunks is used.
         block_size_factor: device blocks per chunk.
         host_order: how chunks lie; by default what the backend prefers.
         null_block: the device block that stands for "nothing here", where the engine has one.
@@ -120,6 +170,9 @@ class TransferEngine:
             to divide the budget by it.
         longest_request: tokens of the longest request; a warning says if it cannot be kept.
         numa_node: where host memory belongs; by default wherever suits the backend.
+        job_deadline: seconds after which a job that has not ended is reported as stalled; by
+            default there is no limit.
+        clock: tells the time for deadlines, in seconds.
 
     Raises:
         CapacityError: the budget is below one chunk or above the machine's memory.
@@ -132,30 +185,37 @@ class TransferEngine:
         backend: Backend,
         caches: CanonicalKVCaches,
         *,
-        host_bytes: int,
+        host_bytes: int | str,
         block_size_factor: int = 1,
         host_order: HostOrder | None = None,
         null_block: int | None = None,
         tokens_per_block: int | Sequence[int] | None = None,
         longest_request: int | None = None,
         numa_node: int | None = None,
+        job_deadline: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if backend.bound:
             raise AlreadyBoundError("the backend serves other caches; unregister those first")
         if not caches.tensors:
             raise ConfigurationError("there is no layer to offload")
-        if backend.device is not None and backend.device.type != caches.device.type:
+        if not _serves(backend.device, caches.device):
             raise ConfigurationError(
                 f"the caches are on {caches.device}, but the backend serves {backend.device}"
             )
-        check_available(host_bytes, "a host budget")
+        if job_deadline is not None and not job_deadline > 0:
+            raise ConfigurationError(f"job_deadline must be positive, not {job_deadline}")
+        budget = parse_bytes(host_bytes, "host_bytes")
+        check_available(budget, "a host budget")
+        if host_order is not None and not isinstance(host_order, HostOrder):
+            raise ConfigurationError(f"host_order must be a HostOrder, not {host_order!r}")
         page_bytes = np.array([t.page_size_bytes for t in caches.tensors], dtype=np.int64)
         groups = [
             np.array(sorted({ref.tensor_idx for ref in refs}), dtype=np.int64)
             for refs in caches.group_data_refs
         ]
         layout = HostLayout.within(
-            host_bytes,
+            budget,
             page_bytes,
             groups,
             factor=block_size_factor,
@@ -169,18 +229,31 @@ class TransferEngine:
         self.host = HostPool(layout, lambda nbytes: backend.allocate_host(nbytes, numa_node))
         self._null_block = null_block
         self._buffers = BufferPool()
-        _report(self.host, longest_request)
+        _log_capacity(self.host, longest_request)
         self._lock = threading.RLock()
-        self._in_flight: dict[int, _Job] = {}
+        self._process = os.getpid()
+        self._deadline, self._clock = job_deadline, clock
+        self._newest = 0  # number of the newest job
+        self._in_flight: dict[int, _Job] = {}  # by job id: no result has been made
+        self._running: dict[int, _Job] = {}  # by number: it has not stopped
+        self._unreported: dict[int, _Job] = {}  # by number: the caller has not seen its result
+        self._withheld: list[_Job] = []  # reported, but not stopped
         self._free_events: list[Event] = []
-        self._closed = False
+        self._closed = False  # nothing more is accepted
+        self._let_go = False  # of the caches and of host memory
+        self._closing = threading.RLock()
         try:
             self.geometry = Geometry(page_bytes, groups, _device_side(caches), self.host.side())
             backend.bind(self.geometry, caches, self.host.memory)
-            self._lanes = {lane: _Lane(backend.new_stream(lane)) for lane in Lane}
+            self._order = OrderingTable(len(Lane), self.geometry.num_resources)
+            self._lanes = {
+                lane: _Lane(index, backend.new_stream(lane)) for index, lane in enumerate(Lane)
+            }
             backend.bound = True
         except BaseException:
-            self.host.release()
+            for undo in (backend.unbind, self.host.release, backend.close):
+                with contextlib.suppress(Exception):
+                    undo()
             raise
 
     def submit(
@@ -193,145 +266,356 @@ class TransferEngine:
     ) -> None:
         """Enqueue a transfer; its result comes from :meth:`finished`, exactly once.
 
-        The copy starts after the work named by ``after`` and after every unfinished job.
-        A failure to enqueue is a failed result, not an exception.
+        The copy starts after the work named by ``after``, after the earlier jobs of its direction,
+        and after every unfinished job that shares a block or chunk with it. A failure to enqueue
+        is a failed result, not an exception.
 
         Args:
             job_id: any integer that is not in flight.
-            src, dst: one on the device, one on the host. Their ids are read now and not later.
-            after: see :data:`After`.
+            src, dst: on the device or the host. Their ids are read now and not later.
+            after: see :data:`After`. An event must not be recorded again before the job has ended.
 
         Raises:
-            ClosedError: after :meth:`shutdown`.
+            ClosedError: after :meth:`unregister` or :meth:`shutdown`.
+            ForkedError: in another process than the one that made the engine.
+            GraphCaptureError: the caller's stream is being captured.
             SpecError: the arguments are wrong; no job was created.
         """
         if isinstance(job_id, bool) or not isinstance(job_id, int | np.integer):
             raise SpecError(f"a job id is an integer, not {job_id!r}")
         job_id = int(job_id)
+        if not (after is None or after is CURRENT_STREAM or hasattr(after, "synchronize")):
+            raise SpecError(f"after must be an event, CURRENT_STREAM or None, not {after!r}")
         with self._lock:
-            if self._closed:
-                raise ClosedError("the transfer engine was shut down")
+            self._check_usable()
             if job_id in self._in_flight:
                 raise DuplicateJobError(f"job {job_id} is in flight")
+            if after is CURRENT_STREAM and self.backend.is_capturing():
+                raise GraphCaptureError(
+                    "the current stream is being captured into a graph; transfer outside of it"
+                )
             plan = plan_transfer(
                 self.geometry, src, dst, null_block=self._null_block, buffers=self._buffers
             )
-            lane = self._lanes[Lane.STORE if plan.dst_on_host else Lane.LOAD]
-            job = _Job(job_id, plan, (src.medium(), dst.medium()))
-            self._in_flight[job_id] = job
-            try:
-                if len(plan.src_units):
-                    self._launch(job, lane, after)
-                job.error = None
-            except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
-                job.error = _wrap(SubmitError, "enqueuing the copy failed", error)
-            finally:
-                lane.jobs.append(job)
+            reads, writes = plan.resources()
+            self._check_withheld(reads, writes)
+            job = self._new_job(job_id, plan, (src.medium(), dst.medium()), reads)
+            if len(reads):
+                self._enqueue(job, after, reads, writes)
+            else:
+                self._end(job)
 
-    def _launch(self, job: _Job, lane: _Lane, after: After) -> None:
-        stream = lane.stream
-        if after is CURRENT_STREAM:
-            mark = self._event(job)
-            self.backend.current_stream().record_event(mark)
-            stream.wait_event(mark)
-        elif after is not None:
-            stream.wait_event(after)
-        for event in self._dependencies(lane):
-            stream.wait_event(event)
-        # After the waits, so that the seconds between start and end are the copy's own.
-        start, end = self._event(job), self._event(job)
-        stream.record_event(start)
-        job.start = start
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"this engine belongs to process {self._process}; make one in this process"
+            )
+        if self._closed:
+            raise ClosedError("the transfer engine was shut down")
+
+    def _check_withheld(self, reads: IntArray, writes: IntArray) -> None:
+        for job in self._withheld:
+            theirs = np.concatenate(job.plan.resources())
+            if np.isin(theirs, reads).any() or np.isin(theirs, writes).any():
+                raise BlockWithheldError(
+                    f"job {job.job_id} stalled, and may still be using some of these blocks"
+                )
+
+    def _new_job(
+        self, job_id: int, plan: CopyPlan, transfer_type: tuple[str, str], reads: IntArray
+    ) -> _Job:
+        lane = self._lanes[plan.lane]
+        suspects = self._suspects(reads)
+        settled = all(job.state is _State.ENDED for job in suspects)
+        self._newest += 1
+        job = _Job(
+            number=self._newest,
+            job_id=job_id,
+            plan=replace(plan, settled=settled),
+            lane=lane,
+            transfer_type=transfer_type,
+            submitted=self._clock(),
+            suspects=suspects,
+            previous=lane.jobs[-1] if lane.jobs else None,
+        )
+        self._in_flight[job_id] = self._unreported[job.number] = job
+        return job
+
+    def _suspects(self, reads: IntArray) -> list[_Job]:
+        """Jobs that write what is read, and that may have failed without the caller knowing."""
+        if not self._unreported:
+            return []
+        oldest = next(iter(self._unreported))
+        numbers = self._order.writers(reads, since=oldest - 1)
+        return [self._unreported[number] for number in numbers if number in self._unreported]
+
+    def _enqueue(self, job: _Job, after: After, reads: IntArray, writes: IntArray) -> None:
+        lane = job.lane
+        job.dependencies = self._order.dependencies(lane.index, reads, writes)
+        self._order.add(lane.index, job.number, reads, writes)
+        self._running[job.number] = job
+        _busy.add(self)
+        lane.jobs.append(job)
+        lane.waiting.append(job)
         try:
-            self.backend.swap_blocks(job.plan, stream, job.keep)
-        finally:
-            # Also after a failure: part of the copy may be running, and the job ends after it.
-            stream.record_event(end)
-            job.end = end
+            if after is CURRENT_STREAM:
+                job.after = self._event()
+                job.owns_mark = True
+                self.backend.current_stream().record_event(job.after)
+            else:
+                job.after = after
+        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+            job.error = _wrap(SubmitError, "marking the caller's stream failed", error)
+        except BaseException:
+            job.error = SubmitError("the submission was interrupted")
+            raise
+        self._launch_waiting()
 
-    def _dependencies(self, lane: _Lane) -> list[Event]:
-        """Ends of the jobs of other lanes that the lane's next job must follow."""
-        others = [other.jobs for other in self._lanes.values() if other is not lane]
-        return [jobs[-1].end for jobs in others if jobs and jobs[-1].end is not None]
+    def _event(self) -> Event:
+        return self._free_events.pop() if self._free_events else self.backend.new_event()
 
-    def _event(self, job: _Job) -> Event:
-        event = self._free_events.pop() if self._free_events else self.backend.new_event()
-        job.events.append(event)
+    def _launch_waiting(self, up_to: int = 0) -> None:
+        """Put waiting jobs onto their streams, as long as those have room.
+
+        Args:
+            up_to: the jobs up to this number are launched, room or not.
+        """
+        progress = True
+        while progress:
+            progress = False
+            for lane in self._lanes.values():
+                while lane.waiting and (
+                    lane.launched < LAUNCHED_PER_LANE or lane.waiting[0].number <= up_to
+                ):
+                    job = lane.waiting[0]
+                    if any(self._is_waiting(number) for number in job.dependencies):
+                        break
+                    lane.waiting.popleft()
+                    self._launch(job)
+                    progress = True
+
+    def _is_waiting(self, number: int) -> bool:
+        job = self._running.get(number)
+        return job is not None and job.state is _State.WAITING
+
+    def _launch(self, job: _Job) -> None:
+        job.state = _State.LAUNCHED
+        if job.error is not None or job.cancelled:
+            return
+        # A job has failed until its launch is complete: no interruption makes it a success.
+        job.error = SubmitError("the launch was interrupted")
+        stream = job.lane.stream
+        try:
+            self._order_after(job, stream)
+            # After the waits, so that the seconds between start and end are the copy's own.
+            job.start = self._event()
+            stream.record_event(job.start)
+            try:
+                self.backend.swap_blocks(job.plan, stream, job.keep)
+            finally:
+                # Also after a failure: part of the copy may be running, and the job ends after it.
+                job.end = self._record_end(stream)
+            job.error = None
+        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+            job.error = _wrap(SubmitError, "enqueuing the copy failed", error)
+
+    def _order_after(self, job: _Job, stream: Stream) -> None:
+        """Let the stream wait for the caller's mark and for the jobs that this one must follow."""
+        if job.after is not None:
+            stream.wait_event(job.after)
+            if job.owns_mark:
+                self._free_events.append(job.after)
+            job.after = None
+        for number in job.dependencies:
+            other = self._running.get(number)
+            # One that never got onto its stream has no end; what it would have followed has.
+            while other is not None and other.end is None:
+                other = other.previous
+            if other is not None and other.end is not None:
+                stream.wait_event(other.end)
+
+    def _record_end(self, stream: Stream) -> Event:
+        event = self._event()
+        try:
+            stream.record_event(event)
+        except Exception:  # noqa: BLE001 - a vendor's code may raise anything
+            # Perhaps it was the event. If not, the device is gone, and runs nothing any more.
+            event = self.backend.new_event()
+            stream.record_event(event)
         return event
 
     def finished(self, lane: Lane) -> list[TransferResult]:
         """Results of the lane's jobs that ended since the last call; never waits."""
         with self._lock:
-            for each in self._lanes.values():
-                self._collect(each)
+            self._collect()
             mine = self._lanes[lane]
             results, mine.results = mine.results, []
-            return results
+            for job, _ in results:
+                del self._unreported[job.number]
+            return [result for _, result in results]
 
-    def _collect(self, lane: _Lane) -> None:
-        while lane.jobs:
-            job = lane.jobs[0]
-            if job.end is not None:
-                try:
-                    if not job.end.query():
-                        return
-                except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
-                    job.error = job.error or _wrap(CopyError, "the copy failed", error)
-            lane.jobs.popleft()
-            lane.results.append(self._end(job))
+    def _collect(self) -> None:
+        """End the jobs that have stopped, launch those that waited for room, look at the clock."""
+        progress = True
+        while progress:
+            progress = False
+            for lane in self._lanes.values():
+                while lane.jobs and self._has_stopped(lane.jobs[0]):
+                    self._end(lane.jobs[0])
+                    lane.jobs.popleft()
+                    progress = True
+        self._launch_waiting()
+        if self._deadline is not None:
+            self._report_stalled(self._clock() - self._deadline)
 
-    def _end(self, job: _Job) -> TransferResult:
-        seconds = None
-        if (
-            job.error is None
-            and job.start is not None
-            and job.end is not None
-            and self.backend.capabilities.timing_events
-        ):
-            try:
-                seconds = job.start.elapsed_time(job.end) / 1e3
-            except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
-                job.error = _wrap(CopyError, "reading the copy's events failed", error)
+    def _has_stopped(self, job: _Job) -> bool:
+        # What a job depends on ends first, so that its failure is known.
+        if job.state is _State.WAITING or any(n in self._running for n in job.dependencies):
+            return False
+        if job.end is None:
+            return True
+        try:
+            # What went wrong with the waits shows at the start.
+            return job.end.query() and (job.start is None or job.start.query())
+        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+            job.error = job.error or _wrap(CopyError, "the copy failed", error)
+            return True
+
+    def _end(self, job: _Job) -> None:
+        """Nothing of the job runs any more: settle how it ended, and let go of what it held."""
+        seconds = self._seconds(job)
+        if job.error is None and job.cancelled:
+            job.error = CancelledError(f"job {job.job_id} was cancelled")
+        culprit = next((other for other in job.suspects if other.error is not None), None)
+        if job.error is None and culprit is not None:
+            job.error = DependencyError(
+                f"job {job.job_id} read what job {culprit.job_id} should have written, which "
+                f"failed: {culprit.error}"
+            )
+        if not job.reported:
+            self._report(job, seconds)
+        job.state = _State.ENDED
         if job.error is None:
             # The events of a failed job may carry its error into the next one: let them go.
-            self._free_events.extend(job.events)
-        del self._in_flight[job.job_id]
+            self._free_events += [event for event in (job.start, job.end) if event is not None]
+            del self._free_events[KEPT_EVENTS:]
         job.held.clear()
+        job.suspects.clear()
+        job.previous = job.after = job.start = job.end = None
         job.plan.release()
-        return TransferResult(
+        self._running.pop(job.number, None)
+        if job in self._withheld:
+            self._withheld.remove(job)
+        if not self._running:
+            _busy.discard(self)
+
+    def _seconds(self, job: _Job) -> float | None:
+        if (
+            job.error is not None
+            or job.start is None
+            or job.end is None
+            or not self.backend.capabilities.timing_events
+        ):
+            return None
+        try:
+            return job.start.elapsed_time(job.end) / 1e3
+        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+            job.error = _wrap(CopyError, "reading the copy's events failed", error)
+            return None
+
+    def _report(self, job: _Job, seconds: float | None) -> None:
+        success = job.error is None
+        result = TransferResult(
             job_id=job.job_id,
-            success=job.error is None,
-            transfer_size=job.plan.nbytes if job.error is None else 0,
-            transfer_time=seconds if job.error is None else None,
+            success=success,
+            transfer_size=job.plan.nbytes if success else 0,
+            transfer_time=seconds if success else None,
             transfer_type=job.transfer_type,
             error=job.error,
         )
+        job.lane.results.append((job, result))
+        job.reported = True
+        del self._in_flight[job.job_id]
+
+    def _report_stalled(self, before: float) -> None:
+        """Report the jobs submitted before that time that have not ended."""
+        for lane in self._lanes.values():
+            for job in list(lane.jobs):
+                if job.submitted > before:
+                    break
+                if not job.reported:
+                    self._give_up(job, f"job {job.job_id} passed its deadline")
+
+    def _give_up(self, job: _Job, why: str) -> None:
+        """Report a job that has not stopped; its blocks are withheld until it has."""
+        if job.state is _State.WAITING:
+            job.lane.waiting.remove(job)
+            job.state = _State.LAUNCHED  # its turn came and went: nothing of it runs
+            why += " before it began"
+        else:
+            self._withheld.append(job)
+            why += "; its blocks are withheld until it has stopped"
+        job.error = StalledError(why)
+        self._report(job, None)
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Let the jobs fail as cancelled, once nothing of them runs any more.
+
+        One that is on its stream already runs to its end: its blocks are free with its result, and
+        not before. Ids that are not in flight are ignored.
+        """
+        with self._lock:
+            for job_id in job_ids:
+                if job_id in self._in_flight:
+                    self._in_flight[job_id].cancelled = True
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until the jobs have ended; their results still come from :meth:`finished`.
 
-        Ids that are not in flight are ignored.
+        With a deadline, a job that stalls has ended when it is reported. Ids that are not in
+        flight are ignored.
         """
+        for job_id in job_ids:
+            while (end := self._next_end(job_id)) is not None:
+                if self._deadline is None:
+                    # A failure is reported with the result.
+                    with contextlib.suppress(Exception):
+                        end.synchronize()
+                else:
+                    time.sleep(POLL_SECONDS)
+
+    def _next_end(self, job_id: int) -> Event | None:
+        """What to wait for next until the job has ended; None when it has."""
         with self._lock:
-            ends = [self._in_flight[i].end for i in job_ids if i in self._in_flight]
-        for end in ends:
-            if end is not None:
-                # A failure is reported with the result.
-                with contextlib.suppress(Exception):
-                    end.synchronize()
+            self._collect()
+            job = self._in_flight.get(job_id)
+            if job is None or job.end is not None:
+                return None if job is None else job.end
+            # It waits for room, or for another that does: the oldest running job goes first.
+            return next(each.end for each in self._running.values() if each.end is not None)
 
     def fence(self, job_ids: Iterable[int]) -> None:
         """Make the caller's current stream wait for the jobs; the calling thread goes on.
 
         For device work that reads what a load writes, or overwrites what a store still reads. Ids
         that are not in flight are ignored.
+
+        Raises:
+            CopyError: the device refused.
         """
         with self._lock:
             jobs = [self._in_flight[i] for i in job_ids if i in self._in_flight]
+            if not jobs:
+                return
+            self._launch_waiting(up_to=max(job.number for job in jobs))
+            ends = [job.end for job in jobs if job.end is not None]
+        # Not under the lock: a caller that is its own stream waits right here.
+        try:
             stream = self.backend.current_stream()
-            for job in jobs:
-                if job.end is not None:
-                    stream.wait_event(job.end)
+            for end in ends:
+                stream.wait_event(end)
+        except Exception as error:
+            raise _wrap(CopyError, "fencing failed", error) from error
 
     @property
     def in_flight(self) -> list[int]:
@@ -339,36 +623,77 @@ class TransferEngine:
         with self._lock:
             return list(self._in_flight)
 
-    def unregister(self) -> None:
+    def reset(self) -> None:
+        """Cancel all jobs, and block until nothing of them runs any more."""
+        with self._lock:
+            jobs = list(self._in_flight)
+            self.cancel(jobs)
+        self.wait(jobs)
+
+    def unregister(self, timeout: float | None = None) -> None:
         """Wait for all jobs, let go of the caches, and give host memory back. Works twice.
 
         Results of the jobs that were in flight still come from :meth:`finished`. The backend stays
         open: another engine can be made with it, as when an engine wakes from a sleep in which it
         gave its memory away.
+
+        Args:
+            timeout: seconds to wait; what runs then is reported as stalled, and host memory stays
+                allocated for it. By default as long as it takes.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self.wait(list(self._in_flight))
-            for lane in self._lanes.values():
-                self._collect(lane)
-            self._free_events.clear()
-        try:
-            self.backend.unbind()
-        finally:
-            self.backend.bound = False
-            self.host.release()
+        self._unregister(timeout)
 
-    def shutdown(self) -> None:
+    def _unregister(self, timeout: float | None) -> bool:
+        """Whether nothing runs any more."""
+        if os.getpid() != self._process:
+            return False  # the parent's jobs are the parent's to end
+        with self._closing:
+            with self._lock:
+                self._closed = True
+            self._drain(timeout)
+            with self._lock:
+                self._free_events.clear()
+                if self._running:
+                    logger.error(
+                        "%d transfers have not stopped; host memory stays allocated for them",
+                        len(self._running),
+                    )
+                    return False
+            if not self._let_go:
+                self._let_go = True
+                try:
+                    self.backend.unbind()
+                finally:
+                    self.backend.bound = False
+                    self.host.release()
+            return True
+
+    def _drain(self, timeout: float | None) -> None:
+        if timeout is None:
+            self.wait(self.in_flight)
+            return
+        end = time.monotonic() + timeout
+        while self.in_flight:
+            with self._lock:
+                self._collect()
+                if time.monotonic() >= end:
+                    for job in list(self._in_flight.values()):
+                        self._give_up(job, f"job {job.job_id} ran when the engine was shut down")
+                    self._collect()
+                    return
+            time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0)))
+
+    def shutdown(self, timeout: float | None = None) -> None:
         """:meth:`unregister`, and close the backend. Works twice."""
+        quiet = True
         try:
-            self.unregister()
+            quiet = self._unregister(timeout)
         finally:
-            self.backend.close()
+            if quiet:
+                self.backend.close()
 
 
-def _report(host: HostPool, longest_request: int | None) -> None:
+def _log_capacity(host: HostPool, longest_request: int | None) -> None:
     capacity = host.layout.capacity
     node = host.memory.numa_node
     logger.info(
@@ -385,6 +710,10 @@ def _report(host: HostPool, longest_request: int | None) -> None:
             "an unknown number of" if capacity.tokens is None else capacity.tokens,
             longest_request,
         )
+
+
+def _serves(mine: torch.device | None, theirs: torch.device) -> bool:
+    return mine is None or (mine.type == theirs.type and (mine.index or 0) == (theirs.index or 0))
 
 
 def _device_side(caches: CanonicalKVCaches) -> Side:
@@ -408,8 +737,12 @@ def _device_side(caches: CanonicalKVCaches) -> Side:
 
 def _wrap(kind: type[TransferError], what: str, error: Exception) -> TransferError:
     """The typed error of a result; without tracebacks, whose frames would pin staging memory."""
+    chain: list[BaseException | None] = [error]
+    while (link := chain.pop()) is not None:
+        link.__traceback__ = None
+        chain += [link.__context__ if link.__cause__ is None else link.__cause__]
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error.with_traceback(None)
+    wrapped.__cause__ = error
     return wrapped
 
 

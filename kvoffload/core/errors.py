@@ -59,6 +59,10 @@ class BlockCountError(SpecError):
     """The two sides of a transfer do not describe the same number of blocks."""
 
 
+class BlockWithheldError(SpecError):
+    """A block or chunk may still be written by a job that stalled; it cannot be used."""
+
+
 class DuplicateJobError(SpecError):
     """The job id is already in flight."""
 
@@ -80,6 +84,18 @@ class CopyError(TransferError):
     """The device or the copy reported an error while the job ran."""
 
 
+class DependencyError(TransferError):
+    """The job read what a failed job should have written."""
+
+
+class CancelledError(TransferError):
+    """The job was cancelled; it has stopped."""
+
+
+class StalledError(TransferError):
+    """The job passed its deadline, and may still be running; its blocks are withheld until then."""
+
+
 # -------------------------------------------------------------------------------- wrong moment
 class StateError(KVOffloadError, RuntimeError):
     """The object cannot do this in its present state."""
@@ -87,6 +103,14 @@ class StateError(KVOffloadError, RuntimeError):
 
 class ClosedError(StateError):
     """The object was shut down."""
+
+
+class GraphCaptureError(StateError):
+    """The caller's stream is being captured into a graph; transfers cannot be part of it."""
+
+
+class ForkedError(StateError):
+    """The object belongs to the process that made it; this one was forked from it."""
 
 
 class AlreadyBoundError(StateError):
@@ -100,6 +124,10 @@ class ManagerError(KVOffloadError, RuntimeError):
 
 class KeyNotReadyError(ManagerError):
     """A load names a key whose bytes are not in place."""
+
+
+class UnknownGroupError(ManagerError):
+    """A key names a group that the manager was not made for."""
 
 
 class UnknownTransferError(ManagerError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from kvoffload.core.backend import Lane
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import UnroutableError
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import LoadStoreSpec
 
 
@@ -51,18 +51,32 @@ class OffloadingHandler(ABC):
         """Make the caller's current stream wait for the jobs; unknown ids are ignored."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """End all jobs and give resources back. Works twice."""
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Let the jobs fail as cancelled once they have stopped; unknown ids are ignored."""
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all jobs and give resources back. Works twice.
+
+        Args:
+            timeout: seconds to wait for jobs; by default as long as it takes.
+        """
+
+
+_MEDIA = {
+    Lane.STORE: ("device", "host"),
+    Lane.LOAD: ("host", "device"),
+    Lane.COPY: ("device", "device"),
+}
 
 
 class SingleDirectionOffloadingHandler(OffloadingHandler):
-    """One lane of a :class:`TransferEngine`: only stores, or only loads."""
+    """One lane of a :class:`TransferEngine`: only stores, only loads, or only copies."""
 
     def __init__(self, engine: TransferEngine, lane: Lane) -> None:
         self._engine = engine
         self._lane = lane
-        device_to_host = ("device", "host")
-        self._media = device_to_host if lane is Lane.STORE else device_to_host[::-1]
+        self._media = _MEDIA[lane]
 
     def transfer_async(
         self,
@@ -90,5 +104,8 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
     def fence(self, job_ids: Iterable[int]) -> None:
         self._engine.fence(job_ids)
 
-    def shutdown(self) -> None:
-        self._engine.shutdown()
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        self._engine.cancel(job_ids)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._engine.shutdown(timeout)

@@ -23,6 +23,7 @@ from kvoffload.core.errors import (
     LayoutError,
     UnroutableError,
 )
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, IntArray, LoadStoreSpec
 
 
@@ -131,6 +132,37 @@ class Geometry:
         return np.array([int(self.host.count[t].min()) for t in self.groups], dtype=np.int64)
 
     @functools.cached_property
+    def num_resources(self) -> int:
+        """Blocks and chunks of all pools: how many numbers :meth:`resources` can give."""
+        return int(self._first_resource[-1])
+
+    @functools.cached_property
+    def _first_resource(self) -> IntArray:
+        """Of the device blocks of each pool, of the chunks of each pool, and the end."""
+        pools = self.pool_of_group
+        counts = [
+            int(blocks[pools == pool].max())
+            for blocks in (self._device_blocks, self._host_blocks)
+            for pool in range(int(pools.max()) + 1)
+        ]
+        return np.concatenate(([0], np.cumsum(counts)))
+
+    def resources(self, side: Side, units: IntArray, sizes: IntArray) -> IntArray:
+        """Numbers of the blocks or chunks that hold these units, one name for one place.
+
+        Args:
+            side: of this geometry.
+            units: int64[n], group after group.
+            sizes: int64[groups], how many units belong to each group.
+        """
+        blocks = units if side.factor == 1 else units // side.factor
+        pools = self.pool_of_group
+        count = int(pools.max()) + 1
+        first = self._first_resource[count if side is self.host else 0 :]
+        numbers: IntArray = blocks + (first[0] if count == 1 else np.repeat(first[pools], sizes))
+        return numbers
+
+    @functools.cached_property
     def _strands(self) -> dict[tuple[int, bool, bool], list[_Strand]]:
         return {}
 
@@ -210,6 +242,13 @@ class Descriptors(NamedTuple):
     dst: npt.NDArray[np.uint64]
     size: npt.NDArray[np.uint64]
 
+    def split(self, most: int | None) -> Iterator[Descriptors]:
+        """Parts of at most ``most`` copies, for calls that take no more; one part if None."""
+        step = most or max(len(self.size), 1)
+        for start in range(0, len(self.size), step):
+            part = slice(start, start + step)
+            yield Descriptors(self.src[part], self.dst[part], self.size[part])
+
 
 class GroupIndices(NamedTuple):
     """The unit pairs of one group, padded to a bucket by repeating the last pair.
@@ -238,6 +277,8 @@ class CopyPlan:
         bounds: int64[groups + 1]; group ``g`` owns pairs ``bounds[g]:bounds[g + 1]``.
         geometry: where the units lie.
         buffers: what the lowering writes into; see :meth:`release`.
+        settled: no unfinished transfer writes what this one reads. A source in host memory may
+            then be read at any time, in no order with the stream's earlier work.
     """
 
     src: Side
@@ -247,6 +288,7 @@ class CopyPlan:
     bounds: IntArray
     geometry: Geometry
     buffers: BufferPool = field(default_factory=BufferPool)
+    settled: bool = False
     _borrowed: list[IntArray] = field(default_factory=list)
 
     @property
@@ -258,6 +300,21 @@ class CopyPlan:
     def dst_on_host(self) -> bool:
         """The destination is host memory (a store)."""
         return self.dst is self.geometry.host
+
+    @property
+    def lane(self) -> Lane:
+        """Which way the bytes go."""
+        if self.dst_on_host:
+            return Lane.STORE
+        return Lane.LOAD if self.src_on_host else Lane.COPY
+
+    def resources(self) -> tuple[IntArray, IntArray]:
+        """What the job reads and what it writes: see :meth:`Geometry.resources`."""
+        sizes = np.diff(self.bounds)
+        return (
+            self.geometry.resources(self.src, self.src_units, sizes),
+            self.geometry.resources(self.dst, self.dst_units, sizes),
+        )
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -353,21 +410,24 @@ def plan_transfer(
     """Check the two specs of a transfer and turn them into a plan.
 
     A store (device → host) fills whole chunks; a chunk with a null block in it is not stored, and
-    no chunk id is given for it. A load (host → device) may enter or leave inside a chunk, and never
-    touches the null block. The ids are read here and not again.
+    no chunk id is given for it. A load (host → device) may enter or leave inside a chunk. A copy
+    (device → device) takes each block to the one at its position. Loads and copies never touch the
+    null block. The ids are read here and not again.
 
     Args:
         geometry: of the registered caches.
-        src, dst: one on the device, one on the host.
+        src, dst: on the device or the host, at least one on the device.
         null_block: the device block that stands for "nothing here", where the engine has one.
         buffers: what the lowering writes into.
 
     Raises:
         UnroutableError: this pair of spec types does not move between device and host.
         BlockCountError: the sides disagree, or a store does not fill whole chunks.
-        BlockRangeError: an id does not exist, or a load names the null block.
-        DuplicateBlockError: a destination is named twice.
+        BlockRangeError: an id does not exist, or a load or copy names the null block.
+        DuplicateBlockError: a destination is named twice, or is a source of the same copy.
     """
+    if isinstance(src, DeviceLoadStoreSpec) and isinstance(dst, DeviceLoadStoreSpec):
+        return _plan_copy(geometry, src, dst, null_block, buffers or BufferPool())
     if isinstance(src, DeviceLoadStoreSpec) and isinstance(dst, HostLoadStoreSpec):
         device, host, store = src, dst, True
     elif isinstance(src, HostLoadStoreSpec) and isinstance(dst, DeviceLoadStoreSpec):
@@ -413,6 +473,40 @@ def plan_transfer(
             geometry.device, geometry.host, blocks, host_units, bounds, geometry, buffers
         )
     return CopyPlan(geometry.host, geometry.device, host_units, blocks, bounds, geometry, buffers)
+
+
+def _plan_copy(
+    geometry: Geometry,
+    src: DeviceLoadStoreSpec,
+    dst: DeviceLoadStoreSpec,
+    null_block: int | None,
+    buffers: BufferPool,
+) -> CopyPlan:
+    sizes = src.group_sizes
+    if len(sizes) != len(geometry.groups) or sizes.tolist() != dst.group_sizes.tolist():
+        raise BlockCountError(
+            f"a copy takes each block to one of its group: {sizes.tolist()} sources and "
+            f"{dst.group_sizes.tolist()} destinations in {len(geometry.groups)} groups"
+        )
+    for ids in (src.block_ids, dst.block_ids):
+        if null_block is not None and (ids == null_block).any():
+            raise BlockRangeError(f"block {null_block} is the null block; it cannot be copied")
+        _check_ids(geometry, geometry.device, ids, sizes, destination=ids is dst.block_ids)
+    pieces = geometry.device.factor
+    plan = CopyPlan(
+        geometry.device,
+        geometry.device,
+        expand_block_ids(src.block_ids, pieces),
+        expand_block_ids(dst.block_ids, pieces),
+        np.concatenate(([0], np.cumsum(sizes * pieces))),
+        geometry,
+        buffers,
+    )
+    both = np.intersect1d(*plan.resources())
+    if len(both):
+        # Copies of one job are in no order among each other.
+        raise DuplicateBlockError(f"{len(both)} blocks are source and destination of one copy")
+    return plan
 
 
 def _without_null_chunks(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload.core.backend import Backend, HostOrder, Lane
+from kvoffload.core.backend import Backend, HostOrder
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import ConfigurationError, StateError, UnroutableError
 from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
 from kvoffload.core.host_pool import HostCapacity
 from kvoffload.core.kv_caches import CanonicalKVCaches
-from kvoffload.core.sizes import parse_bytes
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 
 
@@ -37,6 +37,7 @@ class OffloadingWorker:
         tokens_per_block: int | Sequence[int] | None = None,
         longest_request: int | None = None,
         numa_node: int | None = None,
+        job_deadline: float | None = None,
     ) -> OffloadingWorker:
         """A worker that stores blocks of ``caches`` in host memory and loads them back.
 
@@ -47,8 +48,8 @@ class OffloadingWorker:
             caches: the engine's KV cache.
             host_bytes: budget of host memory, a number or a string such as ``"4GiB"``.
             block_size_factor: device blocks per chunk.
-            host_order, null_block, tokens_per_block, longest_request, numa_node: see
-                :class:`TransferEngine`.
+            host_order, null_block, tokens_per_block, longest_request, numa_node, job_deadline:
+                see :class:`TransferEngine`.
 
         Raises:
             CapacityError: the budget is malformed, below one chunk, or above the machine's memory.
@@ -57,19 +58,21 @@ class OffloadingWorker:
         engine = TransferEngine(
             backend,
             caches,
-            host_bytes=parse_bytes(host_bytes, "host_bytes"),
+            host_bytes=host_bytes,
             block_size_factor=block_size_factor,
             host_order=host_order,
             null_block=null_block,
             tokens_per_block=tokens_per_block,
             longest_request=longest_request,
             numa_node=numa_node,
+            job_deadline=job_deadline,
         )
         worker = cls()
         worker.engine = engine
         for lane, src, dst in (
             (Lane.STORE, DeviceLoadStoreSpec, HostLoadStoreSpec),
             (Lane.LOAD, HostLoadStoreSpec, DeviceLoadStoreSpec),
+            (Lane.COPY, DeviceLoadStoreSpec, DeviceLoadStoreSpec),
         ):
             worker.register_handler(src, dst, SingleDirectionOffloadingHandler(engine, lane))
         return worker
@@ -113,6 +116,22 @@ class OffloadingWorker:
                 f"served: {served or 'none'}"
             )
         return handler.transfer_async(job_id, spec, after=after)
+
+    def copy_blocks(
+        self,
+        job_id: int,
+        src: DeviceLoadStoreSpec,
+        dst: DeviceLoadStoreSpec,
+        *,
+        after: After = CURRENT_STREAM,
+    ) -> bool:
+        """Start copying device blocks to device blocks; as :meth:`transfer_async` in all else.
+
+        Args:
+            src, dst: blocks of the same groups; each goes to the one at its position. No block is
+                on both sides.
+        """
+        return self.transfer_async(job_id, (src, dst), after=after)
 
     def get_finished(self) -> list[TransferResult]:
         """Results of all jobs that ended since the last call; never waits."""
@@ -158,14 +177,35 @@ class OffloadingWorker:
             raise StateError("this worker has no caches; build it with OffloadingWorker.for_caches")
         return self.engine
 
-    def unregister(self) -> None:
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Let the jobs fail as cancelled, once nothing of them runs any more.
+
+        Their blocks are free with their results, and not before. Unknown ids are ignored.
+        """
+        wanted = list(job_ids)
+        for handler in self._distinct:
+            handler.cancel(wanted)
+
+    def reset(self) -> None:
+        """Cancel all jobs, and block until nothing of them runs any more."""
+        self._require_engine().reset()
+
+    def unregister(self, timeout: float | None = None) -> None:
         """Wait for all jobs and let go of the caches and of host memory; the backend stays open.
 
         For an engine that sleeps: when it wakes, :meth:`for_caches` takes the same backend again.
-        """
-        self._require_engine().unregister()
 
-    def shutdown(self) -> None:
-        """End all jobs and shut every handler down. Works twice."""
+        Args:
+            timeout: see :meth:`TransferEngine.unregister`.
+        """
+        self._require_engine().unregister(timeout)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all jobs and shut every handler down. Works twice.
+
+        Args:
+            timeout: seconds to wait for jobs; what runs then is reported as stalled. By default as
+                long as it takes.
+        """
         for handler in self._distinct:
-            handler.shutdown()
+            handler.shutdown(timeout)

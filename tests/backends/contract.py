@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvoffload.core.backend import Lane
 from kvoffload.core.errors import (
     AlreadyBoundError,
     BlockCountError,
@@ -25,6 +24,7 @@ from kvoffload.core.errors import (
     SubmitError,
     UnroutableError,
 )
+from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvoffload.rig import Fault
 from tests.lab import BLOCKS, CHUNKS, PAGES, Lab
@@ -179,7 +179,10 @@ def wrong_arguments_raise_and_create_no_job(lab: Lab) -> None:
         (device(0, 1), host(0), BlockCountError),
         (device(0, 1), host(2, 2), DuplicateBlockError),
         (host(0, 1), device(3, 3), DuplicateBlockError),
-        (device(0), device(1), UnroutableError),
+        (host(0), host(1), UnroutableError),
+        (device(0, 1), device(1, 2), DuplicateBlockError),
+        (device(0, 1), device(2, 2), DuplicateBlockError),
+        (device(0), device(1, 2), BlockCountError),
         (DeviceLoadStoreSpec([0, 1], [1, 1]), host(0, 1), BlockCountError),
     )
     for src, dst, error in wrong:
@@ -209,7 +212,7 @@ def every_failure_is_a_typed_result_and_the_next_job_works(lab: Lab) -> None:
         for lane in Lane:
             lab.fill([1], [7])
             lab.rig.inject(fault, lane)
-            job = lab.store([1], [0]) if lane is Lane.STORE else lab.load([0], [2])
+            job = lab.submit(lane)
             (result,) = lab.finish(job)
             assert not result.success
             assert isinstance(result.error, error), result
