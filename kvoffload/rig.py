@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -179,12 +179,26 @@ class ThreadRig(DeviceRig):
         self._compute.close()
 
 
+RigFactory: TypeAlias = Callable[[Any], DeviceRig]
+
+_RIGS: list[tuple[type[Backend], RigFactory]] = []
+
+
+def register_rig(backend: type[Backend], rig: RigFactory) -> None:
+    """``rig`` holds the devices of this kind of backend; the latest registration wins."""
+    _RIGS.insert(0, (backend, rig))
+
+
+register_rig(ThreadBackend, ThreadRig)  # type: ignore[type-abstract]
+
+
 def rig_for(backend: Backend) -> DeviceRig:
     """The rig for this backend's device.
 
     Raises:
         ConfigurationError: there is none for its kind of device yet.
     """
-    if isinstance(backend, ThreadBackend):
-        return ThreadRig(backend)
+    for kind, rig in _RIGS:
+        if isinstance(backend, kind):
+            return rig(backend)
     raise ConfigurationError(f"no rig for {type(backend).__name__} in this version of kvoffload")

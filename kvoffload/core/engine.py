@@ -78,6 +78,23 @@ for."""
 
 
 @dataclass(frozen=True)
+class EngineUsage:
+    """What a transfer engine holds; all but the last are 0 when it is idle.
+
+    Attributes:
+        in_flight: jobs without a result.
+        running: jobs that have not stopped, those that stalled included.
+        buffers: descriptor buffers of such jobs.
+        idle_events: events kept for later jobs.
+    """
+
+    in_flight: int
+    running: int
+    buffers: int
+    idle_events: int
+
+
+@dataclass(frozen=True)
 class TransferResult:
     """How a job ended.
 
@@ -456,6 +473,7 @@ class TransferEngine:
 
     def _collect(self) -> None:
         """End the jobs that have stopped, launch those that waited for room, look at the clock."""
+        self._launch_waiting()
         progress = True
         while progress:
             progress = False
@@ -576,23 +594,31 @@ class TransferEngine:
         flight are ignored.
         """
         for job_id in job_ids:
-            while (end := self._next_end(job_id)) is not None:
-                if self._deadline is None:
-                    # A failure is reported with the result.
-                    with contextlib.suppress(Exception):
-                        end.synchronize()
-                else:
+            while (job := self._next_to_end(job_id)) is not None and job.end is not None:
+                if self._deadline is not None:
                     time.sleep(POLL_SECONDS)
+                    continue
+                try:
+                    job.end.synchronize()
+                except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+                    self._could_not_wait(job, error)
 
-    def _next_end(self, job_id: int) -> Event | None:
+    def _next_to_end(self, job_id: int) -> _Job | None:
         """What to wait for next until the job has ended; None when it has."""
         with self._lock:
             self._collect()
             job = self._in_flight.get(job_id)
             if job is None or job.end is not None:
-                return None if job is None else job.end
+                return job
             # It waits for room, or for another that does: the oldest running job goes first.
-            return next(each.end for each in self._running.values() if each.end is not None)
+            return next((each for each in self._running.values() if each.end is not None), None)
+
+    def _could_not_wait(self, job: _Job, error: Exception) -> None:
+        """Mostly the error is the job's own, and ends it. If it has not, nobody waits for ever."""
+        with self._lock:
+            self._collect()
+            if not job.reported:
+                self._give_up(job, f"waiting for job {job.job_id} failed ({error})")
 
     def fence(self, job_ids: Iterable[int]) -> None:
         """Make the caller's current stream wait for the jobs; the calling thread goes on.
@@ -623,6 +649,16 @@ class TransferEngine:
         with self._lock:
             return list(self._in_flight)
 
+    def usage(self) -> EngineUsage:
+        """What the engine holds now."""
+        with self._lock:
+            return EngineUsage(
+                in_flight=len(self._in_flight),
+                running=len(self._running),
+                buffers=self._buffers.lent,
+                idle_events=len(self._free_events),
+            )
+
     def reset(self) -> None:
         """Cancel all jobs, and block until nothing of them runs any more."""
         with self._lock:
@@ -652,6 +688,7 @@ class TransferEngine:
                 self._closed = True
             self._drain(timeout)
             with self._lock:
+                self._collect()
                 self._free_events.clear()
                 if self._running:
                     logger.error(
@@ -685,12 +722,13 @@ class TransferEngine:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """:meth:`unregister`, and close the backend. Works twice."""
-        quiet = True
         try:
             quiet = self._unregister(timeout)
-        finally:
-            if quiet:
-                self.backend.close()
+        except Exception:
+            self.backend.close()  # nothing runs any more: it was the clean-up that failed
+            raise
+        if quiet:
+            self.backend.close()
 
 
 def _log_capacity(host: HostPool, longest_request: int | None) -> None:

@@ -352,6 +352,11 @@ class CopyPlan:
         out.flags.writeable = False
         return Descriptors(*out.view(np.uint64))
 
+    @property
+    def is_lowered(self) -> bool:
+        """What :meth:`descriptors` returned is still valid."""
+        return bool(self._borrowed)
+
     def release(self) -> None:
         """The copy is done: what :meth:`descriptors` returned may be overwritten."""
         while self._borrowed:

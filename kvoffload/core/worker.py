@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.backend import Backend, HostOrder
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
-from kvoffload.core.errors import ConfigurationError, StateError, UnroutableError
+from kvoffload.core.errors import ConfigurationError, SpecError, StateError, UnroutableError
 from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
 from kvoffload.core.host_pool import HostCapacity
 from kvoffload.core.kv_caches import CanonicalKVCaches
@@ -21,6 +23,7 @@ class OffloadingWorker:
         self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler]
         self._handlers = {}
         self._distinct: list[OffloadingHandler] = []
+        self._finished: list[TransferResult] = []  # of a poll that a handler broke off
         self.engine: TransferEngine | None = None
         """The engine behind the device ↔ host handlers, if :meth:`for_caches` made one."""
 
@@ -107,15 +110,22 @@ class OffloadingWorker:
             UnroutableError: no handler serves this pair of spec types.
             SpecError: the arguments are wrong; no job was created.
         """
-        src, dst = spec
-        handler = self._handlers.get((type(src), type(dst)))
-        if handler is None:
-            served = ", ".join(f"{s.__name__} → {d.__name__}" for s, d in self._handlers)
-            raise UnroutableError(
-                f"no handler for {type(src).__name__} → {type(dst).__name__}; "
-                f"served: {served or 'none'}"
+        return self._handler_of(spec).transfer_async(job_id, spec, after=after)
+
+    def _handler_of(self, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> OffloadingHandler:
+        pair = tuple(spec) if isinstance(spec, Sequence) else (spec,)
+        if len(pair) != 2 or not all(isinstance(side, LoadStoreSpec) for side in pair):
+            raise SpecError(
+                f"a transfer takes a pair of specs, source and destination, not {spec!r}"
             )
-        return handler.transfer_async(job_id, spec, after=after)
+        src, dst = (type(side) for side in pair)
+        for kinds in itertools.product(src.__mro__, dst.__mro__):
+            if kinds in self._handlers:
+                return self._handlers[kinds]
+        served = ", ".join(f"{s.__name__} → {d.__name__}" for s, d in self._handlers)
+        raise UnroutableError(
+            f"no handler for {src.__name__} → {dst.__name__}; served: {served or 'none'}"
+        )
 
     def copy_blocks(
         self,
@@ -135,7 +145,10 @@ class OffloadingWorker:
 
     def get_finished(self) -> list[TransferResult]:
         """Results of all jobs that ended since the last call; never waits."""
-        return [result for handler in self._distinct for result in handler.get_finished()]
+        for handler in self._distinct:
+            self._finished += handler.get_finished()
+        results, self._finished = self._finished, []
+        return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until the jobs have ended; unknown ids are ignored. Results come as always."""
@@ -207,5 +220,6 @@ class OffloadingWorker:
             timeout: seconds to wait for jobs; what runs then is reported as stalled. By default as
                 long as it takes.
         """
-        for handler in self._distinct:
-            handler.shutdown(timeout)
+        with contextlib.ExitStack() as all_of_them:
+            for handler in reversed(self._distinct):
+                all_of_them.callback(handler.shutdown, timeout)

@@ -280,6 +280,10 @@ class HostOffloadingManager(OffloadingManager):
             for chunk in chunks.values():
                 self._release(chunk)
 
+    def contents(self) -> dict[OffloadKey, int]:
+        """The chunk id of every key that lookups find."""
+        return {key: chunk.chunk_id for key, chunk in self._chunks.items() if chunk.ready}
+
     def usage(self) -> Usage:
         # Each is counted by itself, so that a chunk lost on the way shows.
         return Usage(

@@ -1,0 +1,71 @@
+"""The simulated device, held without the code under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Self
+
+import torch
+
+from kvoffload.core.lanes import Lane
+from kvoffload.core.specs import IntArray
+from kvoffload.rig import Bytes, DeviceRig, Fault, register_rig
+from kvoffload.testing.simulator.backend import SimBackend
+from kvoffload.testing.simulator.world import SimFault
+
+
+class SimRig(DeviceRig):
+    """Holds the world of a simulated backend.
+
+    Args:
+        backend: the simulator.
+    """
+
+    def __init__(self, backend: SimBackend) -> None:
+        self.world = backend.world
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def compute(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Iterable[int] = (),
+        writes: Iterable[int] = (),
+    ) -> None:
+        blocks = {"reads": list(reads), "writes": list(writes)}
+        what = " and ".join(f"{verb} {ids}" for verb, ids in blocks.items() if ids)
+        self.world.compute.submit(work, f"compute {what}", [*blocks["reads"], *blocks["writes"]])
+
+    def scatter(self, tensor: torch.Tensor, rows: IntArray, data: Bytes) -> None:
+        tensor.numpy()[rows] = data
+
+    def gather(self, tensor: torch.Tensor, rows: IntArray) -> Bytes:
+        taken: Bytes = tensor.numpy()[rows]
+        return taken
+
+    def synchronize(self) -> None:
+        self.world.drain()
+
+    def advance(self, steps: int) -> int:
+        """Let the scheduler take at most so many steps; how many there were."""
+        return self.world.run(steps)
+
+    def hold(self) -> None:
+        self.world.compute.held = True
+
+    def release(self) -> None:
+        self.world.compute.held = False
+
+    def inject(self, fault: Fault, lane: Lane) -> None:
+        self.world.inject(SimFault(fault.value), lane)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+register_rig(SimBackend, SimRig)
