@@ -558,7 +558,7 @@ class TransferEngine:
     def _report_stalled(self, before: float) -> None:
         """Report the jobs submitted before that time that have not ended."""
         for lane in self._lanes.values():
-            for job in list(lane.jobs):
+            for job in lane.jobs:
                 if job.submitted > before:
                     break
                 if not job.reported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -100,15 +101,24 @@ class CanonicalKVCaches:
     def from_tensors(cls, tensors: Iterable[torch.Tensor]) -> CanonicalKVCaches:
         """One group whose layers are ``tensors``: each ``(num_blocks, …)``, contiguous, any dtype.
 
+        For every other layout see :func:`kvoffload.core.canonicalize.canonicalize`.
+
         Raises:
-            LayoutError: a tensor is not contiguous.
+            LayoutError: a tensor is not contiguous or holds nothing, or two share memory.
         """
+        if isinstance(tensors, torch.Tensor):
+            raise LayoutError("expected the tensors of all layers, found a single tensor")
         entries = []
+        extents = []
         for index, tensor in enumerate(tensors):
-            if tensor.ndim == 0 or not tensor.is_contiguous():
+            if tensor.ndim == 0 or tensor.numel() == 0 or not tensor.is_contiguous():
                 raise LayoutError(f"tensor {index} is not a contiguous (num_blocks, …) tensor")
             rows = tensor.reshape(tensor.shape[0], -1).view(torch.int8)
             entries.append(CanonicalKVCacheTensor(rows, rows.shape[1]))
+            extents.append((rows.data_ptr(), rows.data_ptr() + rows.numel(), index))
+        for before, after in itertools.pairwise(sorted(extents)):
+            if after[0] < before[1]:
+                raise LayoutError(f"tensors {before[2]} and {after[2]} share memory")
         refs = [CanonicalKVCacheRef(i, e.page_size_bytes) for i, e in enumerate(entries)]
         return cls(entries, [refs])
 

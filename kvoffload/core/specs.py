@@ -25,7 +25,12 @@ def as_ids(values: BlockIds, what: str) -> IntArray:
     Raises:
         SpecError: the values are not integers, or not one-dimensional.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise SpecError(
+            f"{what} must be a one-dimensional sequence of integers: {error}"
+        ) from error
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -100,9 +105,10 @@ class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
             raise BlockCountError(
                 f"block_indices must not be negative: {self.block_indices.tolist()}"
             )
-        if int(self.group_sizes.sum()) != len(self.block_ids):
+        total = sum(self.group_sizes.tolist())  # in integers that do not wrap
+        if total != len(self.block_ids):
             raise BlockCountError(
-                f"group_sizes {self.group_sizes.tolist()} add up to {int(self.group_sizes.sum())}, "
+                f"group_sizes {self.group_sizes.tolist()} add up to {total}, "
                 f"but there are {len(self.block_ids)} block_ids"
             )
         if len(self.block_indices) != len(self.group_sizes):

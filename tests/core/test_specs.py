@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from kvoffload.core.errors import BlockCountError, ConfigurationError, SpecError, UnroutableError
+from kvoffload.core.errors import (
+    BlockCountError,
+    ConfigurationError,
+    LayoutError,
+    SpecError,
+    UnroutableError,
+)
+from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, TransferSpec
 from kvoffload.core.worker import OffloadingWorker
 
@@ -25,12 +33,14 @@ def test_the_groups_of_a_device_spec_add_up() -> None:
     assert spec.group_sizes.tolist() == [1, 2]
     assert spec.block_indices.tolist() == [0, 5]
     assert DeviceLoadStoreSpec([1, 2]).group_sizes.tolist() == [2]
+    with pytest.raises(BlockCountError):
+        DeviceLoadStoreSpec([], [2**62] * 4)  # which wraps around to nothing
     for sizes, indices in (([1, 1], None), ([4, -1], None), ([1, 2], [0]), ([1, 2], [0, -1])):
         with pytest.raises(BlockCountError):
             DeviceLoadStoreSpec([1, 2, 3], sizes, indices)
 
 
-@pytest.mark.parametrize("ids", [[0.5], [[1]], ["a"], [None], 3, [True]])
+@pytest.mark.parametrize("ids", [[0.5], [[1]], ["a"], [None], 3, [True], [[1], [2, 3]]])
 def test_ids_are_integers_in_one_dimension(ids: object) -> None:
     with pytest.raises(SpecError):
         HostLoadStoreSpec(ids)  # type: ignore[arg-type]
@@ -48,3 +58,12 @@ def test_a_pair_of_types_has_one_handler(lab: object) -> None:
     handler = worker._handlers[HostLoadStoreSpec, DeviceLoadStoreSpec]
     with pytest.raises(ConfigurationError, match="has a handler already"):
         worker.register_handler(HostLoadStoreSpec, DeviceLoadStoreSpec, handler)
+
+
+def test_tensors_of_layers_are_contiguous_and_apart() -> None:
+    store = torch.zeros(8, 4, dtype=torch.uint8)
+    caches = CanonicalKVCaches.from_tensors([store[:4], store[4:]])
+    assert [t.page_size_bytes for t in caches.tensors] == [4, 4]
+    for wrong in ([store, store], [store, store[2:4]], [store.T], [torch.zeros(0, 4)], store):
+        with pytest.raises(LayoutError):
+            CanonicalKVCaches.from_tensors(wrong)
