@@ -3,8 +3,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A change of any of these sets the environment up anew.
-STAMP := $(VENV)/.ready-$(subst /,_,$(subst =,_,$(subst $() ,_,$(TORCH))))
+# One word of the shell, whatever is in it.
+quoted = '$(subst ','\'',$(1))'
+# Another torch sets the environment up anew. Its checksum stands for it, since a requirement may
+# hold what neither make nor a file name allows.
+STAMP := $(VENV)/.ready-$(shell printf '%s' $(call quoted,$(TORCH)) | cksum | tr ' ' -)
 
 .PHONY: help demo test lint clean setup
 .DEFAULT_GOAL := help
@@ -18,11 +21,12 @@ help:
 
 setup: $(STAMP)
 
-# torch is pinned in the same command, so that nothing else chooses another build of it.
+# torch is pinned in the same command, so that nothing else chooses another build of it. A change of
+# these files sets the environment up anew, too.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)" -e ".[dev]"
 	rm -f $(VENV)/.ready-*
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(call quoted,$(TORCH)) -e ".[dev]"
 	touch $@
 
 demo: $(STAMP)

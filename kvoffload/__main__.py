@@ -2,6 +2,6 @@
 
 import sys
 
-from kvoffload.cli import main
+from kvoffload.cli import run
 
-sys.exit(main())
+sys.exit(run())

@@ -26,6 +26,7 @@ ALLOWED = {
     "rig": {"core", "backends.thread_base"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
+    "testing": {"core", "scheduler", "rig", "testing"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905

@@ -8,29 +8,54 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvoffload.cli import EXIT_USAGE
+from kvoffload.core.sizes import shown
+
 app = typer.Typer(
     name="kvoffload",
     help="Move the KV cache of large language models off the accelerator and back.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure, as ratios within one run.")
 app.add_typer(bench, name="bench")
 
 Command: TypeAlias = Callable[[], int]
 
+_LARGEST = (1 << 63) - 1
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:  # also for more digits than Python converts
+        value = _LARGEST + 1 if text.strip().isdecimal() else least - 1
+    if value < least:
+        raise typer.BadParameter(f"{shown(text)} is not a whole number of at least {least}")
+    if value > _LARGEST:
+        raise typer.BadParameter(f"{shown(text)} is too large")
+    return value
+
 
 def _count(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1")
-    return value
+    return _whole(text, 1)
+
+
+def _seed(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def _help_unless(context: typer.Context) -> None:
+    """Without a command: what there is, and the exit code of wrong input."""
+    if context.invoked_subcommand is None:
+        # typer prints it and returns nothing, or returns it, as its version and settings have it.
+        text = context.get_help()
+        if text.strip():
+            typer.echo(text)
+        raise typer.Exit(EXIT_USAGE)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
@@ -44,14 +69,20 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback has seen to it
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    _help_unless(context)
+
+
+@bench.callback(invoke_without_command=True)
+def bench_root(context: typer.Context) -> None:
+    _help_unless(context)
 
 
 @app.command()
@@ -72,7 +103,8 @@ def replay(
         Path | None,
         typer.Option(
             help="Requests as JSON lines in the Mooncake format: 'timestamp' in ms and "
-            "'hash_ids', one per 512-token block. By default a built-in chat workload."
+            "'hash_ids', one per 512-token block. By default a built-in chat workload of 2,000 "
+            "requests, or of --limit."
         ),
     ] = None,
     backend: Annotated[
@@ -103,32 +135,98 @@ def replay(
         ),
     ] = 1,
     limit: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Serve at most so many requests.")
+        int | None,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="Serve at most so many requests, the earliest. Without it all of a trace, or "
+            "2,000 of the built-in workload.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the built-in workload.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            parser=_seed,
+            metavar="N",
+            help="Of the built-in workload, by default 0; a trace has none.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> Command:
     """Serve a request trace through the whole system, moving real bytes and checking each.
 
-    Exit code: 0 if every byte was right; 1 if anything was corrupt or failed; 2 for wrong input;
-    130 for Ctrl-C.
+    Exit code: 0 if every byte was right; 1 if anything was corrupt or failed, or the output could
+    not be written; 2 for wrong input; 130 for Ctrl-C; 141 if nobody reads the output.
     """
 
     def command() -> int:
-        from kvoffload.cli.replay import run
+        from kvoffload.core.errors import ConfigurationError
         from kvoffload.core.sizes import parse_bytes
+
+        if trace is not None and seed is not None:
+            raise ConfigurationError("--seed is of the built-in workload; --trace has none")
+        budget = parse_bytes(host_bytes, "--host-bytes")
+
+        from kvoffload.cli.replay import run
         from kvoffload.replay.replay import Settings
 
         settings = Settings(
             device_blocks=device_blocks,
-            host_bytes=parse_bytes(host_bytes, "--host-bytes"),
+            host_bytes=budget,
             layers=layers,
             page_bytes=page_bytes,
             concurrency=concurrency,
             block_size_factor=block_size_factor,
         )
         return run(
-            settings, trace=trace, backend_name=backend, limit=limit, seed=seed, as_json=json
+            settings, trace=trace, backend_name=backend, limit=limit, seed=seed or 0, as_json=json
+        )
+
+    return command
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Run the programs of seeds 0 to N - 1.")
+    ] = 1000,
+    seed: Annotated[
+        int | None, typer.Option(parser=_seed, metavar="S", help="Run the program of this seed.")
+    ] = None,
+    list_rules: Annotated[
+        bool, typer.Option("--list-rules", help="Print the rules that can be broken, one a line.")
+    ] = False,
+    broken: Annotated[
+        str | None,
+        typer.Option("--break", metavar="RULE", help="Break this rule in the engine under test."),
+    ] = None,
+    backend_class: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:CLASS",
+            help="A backend to run instead of the simulator's own; the class takes the simulated "
+            "World as its argument.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> Command:
+    """Prove the order and the life of jobs: random programs on a simulated accelerator.
+
+    It stops at the first program that goes wrong, and prints what it takes to see it again. Exit
+    code: 0 if none did; 1 if one did; 2 for wrong input; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.simulate import list_rules as print_rules
+        from kvoffload.cli.simulate import run
+
+        if list_rules:
+            return print_rules()
+        return run(
+            seeds=range(seeds) if seed is None else [seed],
+            broken=broken,
+            backend_class=backend_class,
+            as_json=json,
         )
 
     return command
@@ -138,7 +236,7 @@ def replay(
 def bench_plan(
     layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers.")] = 64,
     blocks: Annotated[int, typer.Option(parser=_count, metavar="N", help="Blocks.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the random ids.")] = 0,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
     json: Json = False,
 ) -> Command:
     """What it costs to turn block ids into copies, against numpy's own outer sums."""
@@ -147,5 +245,23 @@ def bench_plan(
         from kvoffload.cli.bench import run_plan
 
         return run_plan(layers=layers, blocks=blocks, seed=seed, as_json=json)
+
+    return command
+
+
+@bench.command("ordering")
+def bench_ordering(
+    blocks: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Blocks of the job.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """What it costs to find out whom a job must wait for, after many jobs and after none."""
+
+    def command() -> int:
+        from kvoffload.cli.bench import run_ordering
+
+        return run_ordering(blocks=blocks, seed=seed, as_json=json)
 
     return command

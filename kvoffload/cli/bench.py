@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
-import rich
 from rich.table import Table
 
-from kvoffload.bench import plan
+from kvoffload.bench import ordering, plan
+from kvoffload.cli import EXIT_OK
+from kvoffload.cli.interrupt import current
+from kvoffload.cli.output import print_json, show
+from kvoffload.core.errors import ConfigurationError
+
+MOST_COPIES = 20_000_000
+"""Of one plan: what a machine has memory and patience for."""
 
 
 def run_plan(*, layers: int, blocks: int, seed: int, as_json: bool) -> int:
     """Print what planning costs."""
-    rows = plan.run(layers=layers, blocks=blocks, seed=seed)
+    if layers * blocks > MOST_COPIES:
+        raise ConfigurationError(
+            f"--layers {layers}, --blocks {blocks}: {layers * blocks} copies are more than the "
+            f"{MOST_COPIES:,} that are measured"
+        )
+    with current().at_once():
+        rows = plan.run(layers=layers, blocks=blocks, seed=seed)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2))
-        return 0
+        print_json({"rows": [asdict(row) for row in rows]})
+        return EXIT_OK
     table = Table(
         title=f"{layers} layers × {blocks} blocks, medians in µs; "
         "ratio: lowering to numpy's own outer sums",
@@ -34,5 +45,27 @@ def run_plan(*, layers: int, blocks: int, seed: int, as_json: bool) -> int:
             *(f"{value:.0f}" for value in (row.plan_us, row.lowering_us, row.floor_us)),
             f"{row.ratio:.2f}",
         )
-    rich.print(table)
-    return 0
+    show(table)
+    return EXIT_OK
+
+
+def run_ordering(*, blocks: int, seed: int, as_json: bool) -> int:
+    """Print what ordering costs."""
+    if blocks > ordering.POOL:
+        raise ConfigurationError(f"--blocks {blocks}: at most {ordering.POOL:,} are measured")
+    with current().at_once():
+        rows = ordering.run(blocks=blocks, seed=seed)
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows]})
+        return EXIT_OK
+    table = Table(
+        title=f"ordering a job of {blocks} blocks, medians in µs; ratio: to the first row",
+        title_justify="left",
+        box=None,
+    )
+    for heading in ("jobs finished before", "ordering", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(f"{row.finished:,}", f"{row.ordering_us:.1f}", f"{row.ratio:.2f}")
+    show(table)
+    return EXIT_OK

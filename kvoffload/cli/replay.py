@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
-import rich
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvoffload.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from kvoffload.core.errors import CapacityError, ConfigurationError
-from kvoffload.core.sizes import format_bytes
+from kvoffload.cli.interrupt import current
+from kvoffload.cli.output import plain, print_json, say, show, stdout_to_stderr
+from kvoffload.cli.progress import progress_bar
+from kvoffload.core.backend import Backend
+from kvoffload.core.errors import BackendError, CapacityError, ConfigurationError
+from kvoffload.core.sizes import format_bytes, shortened
 from kvoffload.plugins.registry import BackendRegistry
 from kvoffload.replay.replay import Replay, Report, Settings, check
-from kvoffload.replay.trace import read_trace
+from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workload import chat
 from kvoffload.rig import rig_for
 
@@ -37,14 +35,45 @@ def run(
     as_json: bool,
 ) -> int:
     """Replay, and print what happened. Returns the exit code."""
-    if trace is not None:
-        requests = read_trace(trace, limit)
-    else:
-        requests = chat(seed) if limit is None else chat(seed, limit)
-    check(requests, settings)
-    registry = BackendRegistry()
-    name, backend = registry.choose(backend_name)
-    with rig_for(backend) as rig, _interruptible() as interrupted:
+    with current().at_once():
+        if trace is not None:
+            requests = read_trace(trace, limit)
+        else:
+            requests = chat(seed) if limit is None else chat(seed, limit)
+        check(requests, settings)
+    # A backend that prints must not become a part of the report.
+    with stdout_to_stderr():
+        report = _replay(requests, settings, *_choose(backend_name))
+    if report.interrupted:
+        done = f" after {report.requests} of {len(requests)} requests" if report.requests else ""
+        say(f"interrupted{done}")
+    if as_json:
+        print_json(asdict(report))
+    elif report.requests:
+        _summarise(report, settings, len(requests), trace, seed)
+    if report.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if report.ok else EXIT_FAILED
+
+
+def _choose(name: str | None) -> tuple[str, Backend]:
+    """The registry's choice; what is wrong with a name that was given names the option."""
+    try:
+        return BackendRegistry().choose(name)
+    except (BackendError, ConfigurationError) as error:
+        if name is None:
+            raise
+        raise ConfigurationError(f"--backend {shlex.quote(shortened(name))}: {error}") from error
+
+
+def _replay(requests: Sequence[Request], settings: Settings, name: str, backend: Backend) -> Report:
+    """One run, with all that it needs; every thread is joined when this returns or raises."""
+    interrupt = current()
+    interrupt.check()
+    stack = contextlib.ExitStack()
+    try:
+        stack.callback(backend.close)
+        rig = stack.enter_context(rig_for(backend))
         try:
             replay = Replay(backend, name, rig, settings)
         except CapacityError as error:
@@ -53,58 +82,19 @@ def run(
                 f"{settings.device_blocks}, --layers {settings.layers}, --page-bytes "
                 f"{settings.page_bytes}, --block-size-factor {settings.block_size_factor})"
             ) from error
+        stack.callback(replay.close)
         try:
-            with _progress(len(requests)) as advance:
-                report = replay.run(requests, progress=advance, stop=interrupted.is_set)
-        finally:
-            replay.close()
-    if as_json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
-        _summarise(report, settings, len(requests), trace, seed)
-    if report.interrupted:
-        print(
-            f"kvoffload: interrupted after {report.requests} of {len(requests)} requests",
-            file=sys.stderr,
-        )
-        return EXIT_INTERRUPTED
-    return EXIT_OK if report.ok else EXIT_FAILED
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C asks to stop after the request at hand; the second stops at once."""
-    interrupted = threading.Event()
-
-    def ask(_signal: int, _frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield interrupted
+            with progress_bar("replaying", len(requests)) as bar:
+                replay.run(requests, progress=bar, stop=interrupt.is_set)
+        except KeyboardInterrupt:
+            replay.report.interrupted = True
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _progress(total: int):  # type: ignore[no-untyped-def]
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (
-        TextColumn("replaying"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("replaying", total=total)
-        yield lambda served: progress.update(task, completed=served)
+        # What is left is short, and leaves a thread behind if it is torn.
+        interrupt.calm()
+        stack.close()
+    # Also one that came when all was done: nobody was told yet.
+    replay.report.interrupted |= interrupt.is_set()
+    return replay.report
 
 
 def _summarise(
@@ -115,7 +105,7 @@ def _summarise(
     def share(part: int) -> str:
         return f"{part:,} ({part / blocks:.1%})"
 
-    workload = str(trace) if trace else f"built-in chat, seed {seed}"
+    workload = plain(str(trace)) if trace else f"built-in chat, seed {seed}"
     rows = {
         "workload": f"{report.requests:,} of {requests:,} requests, {workload}",
         "backend": report.backend,
@@ -131,20 +121,31 @@ def _summarise(
         "moved to host memory": f"{report.stored_chunks:,} chunks, "
         f"{format_bytes(report.bytes_stored)}; {report.evicted_chunks:,} evicted later",
         "moved back": format_bytes(report.bytes_loaded),
+    }
+    if report.refused_stores:
+        rows["stores refused"] = (
+            f"{report.refused_stores:,}, as all of host memory was in use just then; "
+            "give more with --host-bytes"
+        )
+    rows |= {
         "corrupt blocks": f"{report.corrupt_blocks:,}",
         "failed transfers": f"{report.failed_jobs:,}",
         "time": f"{report.seconds:.1f} s",
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        table.add_row(name, value)
-    rich.print(table)
+        table.add_row(name, Text(value))
     without = report.device_hit_blocks / blocks
-    print()
     if not report.ok:
-        print("FAILED: some bytes were wrong, or some transfers failed.")
+        verdict = "FAILED: some bytes were wrong, or some transfers failed."
+    elif not report.hit_rate:
+        verdict = (
+            "No block was reused, with offloading or without: none came again while it was kept. "
+            "Every byte was as it should be."
+        )
     else:
-        print(
+        verdict = (
             f"Without offloading, {without:.1%} of the blocks would have been reused; with it "
             f"{report.hit_rate:.1%} were, and every byte was as it should be."
         )
+    show(table, "", verdict)

@@ -7,17 +7,23 @@ broken plugin is reported and never hides the others.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import inspect
 import logging
+import math
 import os
+import shlex
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import pluggy
+import torch
 
-from kvoffload.core.backend import INTERFACE_VERSION, Backend, Probe
+from kvoffload.core.backend import INTERFACE_VERSION, Backend, Capabilities, Probe
 from kvoffload.core.errors import (
     AmbiguousBackendError,
     BackendError,
@@ -29,6 +35,7 @@ from kvoffload.core.errors import (
     HookError,
     InterfaceVersionError,
 )
+from kvoffload.core.sizes import shortened, shown
 from kvoffload.plugins import hookspecs
 
 logger = logging.getLogger(__name__)
@@ -48,7 +55,7 @@ class BackendReport:
         distribution: name and version of every distribution that provides it.
         available: it can run here.
         reason: what it found, or what is missing; None if it is broken.
-        capabilities: by name; None if it is broken.
+        capabilities: by name, each as JSON has it; None unless it can run here.
         error: why it could not be loaded; None if it could.
     """
 
@@ -60,15 +67,23 @@ class BackendReport:
     error: str | None
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One line of a distribution's entry points."""
+
+    point: importlib.metadata.EntryPoint
+    source: str  # name and version of the distribution
+
+
 class BackendRegistry:
     """The backends that the installed distributions provide, as found when it was created."""
 
     def __init__(self) -> None:
-        self._entries: defaultdict[str, list[importlib.metadata.EntryPoint]] = defaultdict(list)
-        for entry in importlib.metadata.entry_points(group=hookspecs.GROUP):
-            self._entries[entry.name].append(entry)
-        self._manager = pluggy.PluginManager("kvoffload")
-        self._manager.add_hookspecs(hookspecs)
+        self._entries: defaultdict[str, list[_Entry]] = defaultdict(list)
+        for entry in _entries():
+            self._entries[entry.point.name].append(entry)
+        # One for each backend, so that two names can stand for one module.
+        self._loaded: dict[str, pluggy.PluginManager] = {}
 
     def names(self) -> list[str]:
         """Names of all discovered backends, sorted; nothing is imported."""
@@ -79,8 +94,9 @@ class BackendRegistry:
 
         Raises:
             BackendNotFoundError: nothing provides the name.
-            DuplicateBackendError: two distributions claim it.
-            BrokenBackendError: its package cannot be imported, or its hook failed.
+            DuplicateBackendError: two distributions claim it, or one does twice.
+            BrokenBackendError: its package cannot be imported, its hook failed, or what that made
+                is not a backend with a device and capabilities.
             InterfaceVersionError: it was written for another version of the interface.
             HookError: a hook is misspelt, missing, or takes an unknown argument.
             ConfigurationError: it cannot serve ``device``.
@@ -88,61 +104,22 @@ class BackendRegistry:
         entries = self._entries.get(name)
         if not entries:
             raise BackendNotFoundError(
-                f"no backend named {name!r} is installed; installed: {', '.join(self.names())}"
+                f"no backend named {shown(name)} is installed; installed: {', '.join(self.names())}"
             )
-        source = _source(entries)
+        source = _sources(entries)
         if len(entries) > 1:
-            raise DuplicateBackendError(
-                f"the backend name {name!r} is claimed by several distributions: {source}; "
-                f"uninstall all but one"
-            )
-        plugin = self._load(entries[0], source)
-        others = [p for p in self._manager.get_plugins() if p is not plugin]
-        hook = self._manager.subset_hook_caller("kvoffload_backend", remove_plugins=others)
-        try:
-            backend = hook(device=device)
-        except ConfigurationError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise BrokenBackendError(
-                f"backend {name!r} of {source} failed in its hook: {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(backend, Backend):
-            raise BrokenBackendError(
-                f"backend {name!r} of {source}: its hook returned {backend!r}, not a Backend"
-            )
-        return backend
-
-    def _load(self, entry: importlib.metadata.EntryPoint, source: str) -> object:
-        known = self._manager.get_plugin(entry.name)
-        if known is not None:
-            return known
-        what = f"backend {entry.name!r} of {source}"
-        try:
-            plugin: object = entry.load()
-        except (Exception, SystemExit) as error:
-            raise BrokenBackendError(
-                f"{what} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        version = getattr(plugin, "kvoffload_interface", None)
-        if version != INTERFACE_VERSION:
-            raise InterfaceVersionError(
-                f"{what} was written for interface version {version}, this kvoffload speaks "
-                f"version {INTERFACE_VERSION}"
-                + ("; declare 'kvoffload_interface' beside its hook" if version is None else "")
-            )
-        try:
-            self._manager.register(plugin, entry.name)
-            self._manager.check_pending()
-            if not self._manager.get_hookcallers(plugin):
-                raise HookError(f"{what} implements no hook; it needs 'kvoffload_backend'")
-        except (pluggy.PluginValidationError, ValueError, HookError) as error:
-            if self._manager.has_plugin(entry.name):
-                self._manager.unregister(name=entry.name)
-            if isinstance(error, HookError):
-                raise
-            raise HookError(f"{what}: {error}") from error
-        return plugin
+            raise DuplicateBackendError(_claimed(name, entries))
+        what = f"backend {name!r} of {source}"
+        if name not in self._loaded:
+            self._loaded[name] = _load(entries[0].point, what)
+        with _guard(f"{what} failed in its hook", ConfigurationError):
+            backend = self._loaded[name].hook.kvoffload_backend(device=device)
+        with _guard(f"{what} is broken"):
+            fault = _fault(backend)
+        if fault is not None:
+            raise BrokenBackendError(f"{what}: {fault}")
+        checked: Backend = backend
+        return checked
 
     def select(self, name: str | None = None, device: str | None = None) -> Backend:
         """The backend of :meth:`choose`, without its name."""
@@ -152,22 +129,24 @@ class BackendRegistry:
         """Choose a backend that can run here; its name, and the backend.
 
         The argument decides; then ``KVOFFLOAD_BACKEND``; then the only available accelerator;
-        then ``cpu``. A name never falls back to anything else.
+        then ``cpu``. A name never falls back to anything else; an empty argument is a name, an
+        empty variable is none.
 
         Raises:
             BackendUnavailableError: the named backend cannot run here; with its reason.
             AmbiguousBackendError: several accelerators are available and none was named.
             BackendError: as in :meth:`create`.
         """
-        wanted = name or os.environ.get(ENVIRONMENT)
+        if name is not None:
+            return name, self._create_available(name, device)
+        wanted = os.environ.get(ENVIRONMENT)
         if wanted:
-            backend = self.create(wanted, device)
-            probe = _probe(backend)
-            if not probe.available:
-                raise BackendUnavailableError(
-                    f"backend {wanted!r} is not available: {probe.reason}"
-                )
-            return wanted, backend
+            try:
+                return wanted, self._create_available(wanted, device)
+            except (BackendError, ConfigurationError) as error:
+                named = f"{ENVIRONMENT}={shlex.quote(shortened(wanted))}"
+                error.args = (f"{named}: {_text(error)}",)
+                raise
         accelerators = {}
         for candidate in self.names():
             try:
@@ -188,23 +167,27 @@ class BackendRegistry:
             )
         if accelerators:
             return next(iter(accelerators.items()))
-        return self.choose(DEFAULT, device)
+        return DEFAULT, self._create_available(DEFAULT, device)
+
+    def _create_available(self, name: str, device: str | None) -> Backend:
+        backend = self.create(name, device)
+        probe = _probe(backend)
+        if not probe.available:
+            raise BackendUnavailableError(f"backend {name!r} is not available: {probe.reason}")
+        return backend
 
     def reports(self) -> list[BackendReport]:
         """Load every backend, each guarded, and tell what is known of it, sorted by name."""
         reports = []
         for name in self.names():
-            source = _source(self._entries[name])
+            source = _sources(self._entries[name])
             try:
                 backend = self.create(name)
             except (BackendError, ConfigurationError) as error:
-                reports.append(BackendReport(name, source, False, None, None, str(error)))
+                reports.append(BackendReport(name, source, False, None, None, _text(error)))
                 continue
             probe = _probe(backend)
-            capabilities = {
-                key: getattr(value, "value", value)
-                for key, value in asdict(backend.capabilities).items()
-            }
+            capabilities = _plain(backend.capabilities) if probe.available else None
             reports.append(
                 BackendReport(name, source, probe.available, probe.reason, capabilities, None)
             )
@@ -216,14 +199,185 @@ def select_backend(name: str | None = None, device: str | None = None) -> Backen
     return BackendRegistry().select(name, device)
 
 
-def _probe(backend: Backend) -> Probe:
-    # A probe must not raise; one that does is a reason, not a crash.
+# ----------------------------------------------------------------------------------- discovery
+def _entries() -> Iterator[_Entry]:
+    """The entry points of every distribution; of several of one name, the first on the path.
+
+    As ``importlib.metadata.entry_points``, but a distribution that cannot be read is told and left
+    out, instead of taking all the others down.
+    """
+    seen = set()
+    for distribution in _distributions():
+        name = _normalized(distribution)
+        if name is not None and name in seen:
+            continue
+        seen.add(name)
+        try:
+            points = distribution.entry_points.select(group=hookspecs.GROUP)
+        except Exception as error:  # noqa: BLE001 - whatever the parser makes of that file
+            logger.warning(
+                "the entry points of %s cannot be read, so it provides no backend: %s",
+                _source(distribution),
+                _told(error),
+            )
+            continue
+        for point in points:
+            yield _Entry(point, _source(distribution))
+
+
+def _distributions() -> Iterator[importlib.metadata.Distribution]:
+    found = None
+    while True:
+        try:
+            found = found or iter(importlib.metadata.distributions())
+            distribution = next(found)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001 - a finder of somebody else's
+            logger.warning("not all distributions can be found: %s", _told(error))
+            return
+        yield distribution
+
+
+def _normalized(distribution: importlib.metadata.Distribution) -> str | None:
+    """The name by which importlib tells distributions apart; None if it has none."""
     try:
-        return backend.probe()
-    except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
-        return Probe(False, f"its probe failed: {type(error).__name__}: {error}")
+        name = getattr(distribution, "_normalized_name", None) or distribution.metadata["Name"]
+    except Exception:  # noqa: BLE001 - without metadata it fails in ways that differ by version
+        return None
+    return name if isinstance(name, str) else None
 
 
-def _source(entries: list[importlib.metadata.EntryPoint]) -> str:
-    names = [f"{e.dist.name} {e.dist.version}" if e.dist else "unknown" for e in entries]
-    return ", ".join(names)
+def _source(distribution: importlib.metadata.Distribution) -> str:
+    """Name and version, or what stands for them."""
+    try:
+        name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    except Exception:  # noqa: BLE001 - as above
+        name = version = ""
+    if not name:
+        folder = getattr(getattr(distribution, "_path", None), "name", None)
+        return f"a distribution without metadata ({folder or 'of unknown place'})"
+    return f"{name} {version}" if version else f"{name}"
+
+
+def _sources(entries: Sequence[_Entry]) -> str:
+    return ", ".join(dict.fromkeys(entry.source for entry in entries))
+
+
+def _claimed(name: str, entries: Sequence[_Entry]) -> str:
+    sources = _sources(entries)
+    if len({entry.source for entry in entries}) > 1:
+        return (
+            f"the backend name {name!r} is claimed by several distributions: {sources}; "
+            f"uninstall all but one"
+        )
+    values = ", ".join(entry.point.value for entry in entries)
+    return (
+        f"the backend name {name!r} is claimed {len(entries)} times by {sources}, for {values}; "
+        f"it must stand for one of them"
+    )
+
+
+# ----------------------------------------------------------------------------------- guarding
+@contextlib.contextmanager
+def _guard(what: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Within, whatever a plugin raises is a BrokenBackendError; only Ctrl-C stays Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except passes:
+        raise
+    except BaseException as error:
+        raise BrokenBackendError(f"{what}: {_told(error)}") from error
+
+
+def _load(point: importlib.metadata.EntryPoint, what: str) -> pluggy.PluginManager:
+    """Import a plugin and check it against the hook specifications."""
+    with _guard(f"{what} cannot be imported"):
+        plugin: object = point.load()
+    if inspect.isclass(plugin) or inspect.isroutine(plugin):
+        raise HookError(f"{what}: {shown(plugin)} cannot hold a hook; name a module or an instance")
+    with _guard(f"{what} cannot be asked for its interface version"):
+        version = getattr(plugin, "kvoffload_interface", None)
+    # True and 1.0 equal 1, but nobody who wrote them meant a version.
+    if type(version) is not int or version != INTERFACE_VERSION:
+        raise InterfaceVersionError(
+            f"{what} was written for interface version {shown(version)}, this kvoffload speaks "
+            f"version {INTERFACE_VERSION}"
+            + ("; declare 'kvoffload_interface' beside its hook" if version is None else "")
+        )
+    manager = pluggy.PluginManager("kvoffload")
+    manager.add_hookspecs(hookspecs)
+    try:
+        with _guard(f"{what} cannot be searched for hooks", pluggy.PluginValidationError):
+            manager.register(plugin, point.name)
+            manager.check_pending()
+            hooks = manager.get_hookcallers(plugin)
+    except pluggy.PluginValidationError as error:
+        raise HookError(f"{what}: {error}") from error
+    if not hooks:
+        raise HookError(f"{what} implements no hook; it needs 'kvoffload_backend'")
+    return manager
+
+
+def _fault(backend: Any) -> str | None:
+    """Why this is not a backend that the core can work with; None if it is."""
+    if not isinstance(backend, Backend):
+        return f"its hook returned {shown(backend)}, not a Backend"
+    device: Any = backend.device
+    if device is not None and not isinstance(device, torch.device):
+        return f"its device is {shown(device)}, neither a torch.device nor None"
+    capabilities: Any = backend.capabilities
+    if not isinstance(capabilities, Capabilities):
+        return f"its capabilities are {shown(capabilities)}, not Capabilities"
+    return None
+
+
+def _probe(backend: Backend) -> Probe:
+    # A probe must not raise; one that does, or that answers anything else, is a reason.
+    try:
+        probe: Any = backend.probe()
+        if not isinstance(probe, Probe):
+            return Probe(False, f"its probe returned {shown(probe)}, not a Probe")
+        available: Any = probe.available
+        reason: Any = probe.reason
+        if type(available) is not bool or not isinstance(reason, str):
+            return Probe(
+                False,
+                f"its probe returned {shown(probe)}; 'available' must be True or False, and "
+                f"'reason' a string",
+            )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a vendor's code may raise anything
+        return Probe(False, f"its probe failed: {_told(error)}")
+    return Probe(available, reason)
+
+
+def _plain(capabilities: Capabilities) -> dict[str, Any]:
+    """By name, as JSON has them: what it does not have becomes text."""
+    plain = {}
+    for field in fields(capabilities):
+        value = getattr(capabilities, field.name)
+        if isinstance(value, Enum):
+            value = value.value
+        if type(value) is float:
+            known = math.isfinite(value)
+        else:
+            known = value is None or type(value) in (bool, str)
+            known |= type(value) is int and value.bit_length() <= 64
+        plain[field.name] = value if known else _text(value)
+    return plain
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(value: object) -> str:
+    """``str(value)``, whatever that raises."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - somebody's object
+        return shown(value)

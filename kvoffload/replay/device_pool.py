@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvoffload.scheduler.free_ids import FreeIds
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.policy import LRUPolicy
 
@@ -18,7 +19,7 @@ class DevicePool:
     def __init__(self, num_blocks: int) -> None:
         self._blocks: dict[OffloadKey, int] = {}
         self._users: dict[OffloadKey, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeIds(num_blocks)
         self._policy = LRUPolicy()
 
     def prefix(self, keys: Sequence[OffloadKey]) -> int:
@@ -38,21 +39,18 @@ class DevicePool:
 
     def acquire(self, request_id: str, keys: Sequence[OffloadKey]) -> list[int]:
         """The block of each key, kept until :meth:`release`; those not resident get new blocks."""
-        named = set(keys)
         new = [key for key in keys if key not in self._blocks]
-        victims = self._policy.victims(
-            max(len(new) - len(self._free), 0),
-            lambda key: key not in self._users and key not in named,
-        )
+        short = max(len(new) - len(self._free), 0)
+        victims = self._policy.victims(short, set(keys), request_id)
         if victims is None:
             raise ValueError("ask fits() first")
         self._policy.forget(victims)
-        self._free += [self._blocks.pop(key) for key in victims]
-        taken = sorted(self._free[len(self._free) - len(new) :])
-        del self._free[len(self._free) - len(new) :]
-        self._blocks.update(zip(new, taken, strict=True))
+        self._free.give_back(self._blocks.pop(key) for key in victims)
+        self._blocks.update(zip(new, self._free.take(len(new)), strict=True))
         for key in keys:
-            self._users[key] = self._users.get(key, 0) + 1
+            users = self._users[key] = self._users.get(key, 0) + 1
+            if users == 1:
+                self._policy.hold(key)
         self._policy.access(request_id, keys)
         return [self._blocks[key] for key in keys]
 
@@ -62,4 +60,5 @@ class DevicePool:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
+                self._policy.free(key)
         self._policy.finish(request_id)

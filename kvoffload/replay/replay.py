@@ -10,7 +10,7 @@ import collections
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +19,10 @@ import numpy.typing as npt
 from kvoffload.core.backend import Backend
 from kvoffload.core.blocks import expand_block_ids, whole_chunks
 from kvoffload.core.engine import TransferResult
-from kvoffload.core.errors import ConfigurationError, KVOffloadError
+from kvoffload.core.errors import CapacityError, ConfigurationError, KVOffloadError
+from kvoffload.core.host_memory import memory_limit
 from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.sizes import format_bytes
 from kvoffload.core.specs import DeviceLoadStoreSpec, IntArray, LoadStoreSpec
 from kvoffload.core.worker import OffloadingWorker
 from kvoffload.replay import pattern
@@ -30,6 +32,10 @@ from kvoffload.rig import DeviceRig
 from kvoffload.scheduler.host_manager import HostOffloadingManager
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.manager import RequestContext
+
+PART_BYTES = 16 << 20
+"""About as much of a layer is computed or compared at a time, so that stopping never takes long and
+large pages need little memory."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,9 @@ class Settings:
 @dataclass
 class Report:
     """What happened. Blocks are device blocks; chunks are host chunks.
+
+    Only requests whose every byte was compared are counted; a run that was interrupted does not
+    compare those that were in flight.
 
     ``device_hit_blocks + host_hit_blocks + computed_blocks == blocks``, and ``hit_rate`` is the
     share of the first two.
@@ -95,11 +104,16 @@ class _Running:
     keys: list[OffloadKey]  # of its blocks
     chunk_keys: list[OffloadKey]  # of its whole chunks
     blocks: IntArray
+    on_device: int  # leading blocks
     loaded: slice  # blocks
     load_keys: list[OffloadKey] = field(default_factory=list)
     load_job: int | None = None
     store_job: int | None = None
     store_keys: list[OffloadKey] = field(default_factory=list)
+
+
+class _StoppedError(Exception):
+    """The caller of :meth:`Replay.run` wants it to stop."""
 
 
 class Replay:
@@ -112,7 +126,8 @@ class Replay:
         settings: see there.
 
     Raises:
-        CapacityError: ``host_bytes`` holds no chunk, or either side is more than there is.
+        CapacityError: ``host_bytes`` holds no chunk, or either side, or both together where both
+            are host memory, is more than there is.
     """
 
     def __init__(
@@ -120,6 +135,10 @@ class Replay:
     ) -> None:
         self._settings = settings
         self._rig = rig
+        self._progress: Callable[[int], None] = lambda _: None
+        self._stop: Callable[[], bool] = lambda: False
+        self._stopped = False
+        _check_memory(backend, settings)
         shape = (settings.layers, settings.device_blocks, settings.page_bytes)
         self._layers = list(rig.allocate(math.prod(shape)).view(shape))
         self._worker = OffloadingWorker.for_caches(
@@ -146,25 +165,51 @@ class Replay:
 
         Args:
             requests: see :func:`check`.
-            progress: called with the number of requests served, after each.
-            stop: asked before each request; True ends the run early.
+            progress: called with the number of requests served and compared, after each.
+            stop: asked all the time, from any thread; once it is true the run ends: what has not
+                begun is cancelled, what has is waited for, and nothing more is compared.
         """
         check(requests, self._settings)
+        self._progress, self._stop = progress, stop
         report, began = self.report, time.perf_counter()
-        for number, request in enumerate(requests, start=1):
-            if stop():
-                report.interrupted = True
-                break
-            self._admit(request, number)
-            progress(number)
-        while self._running:
-            self._retire()
-        report.seconds = time.perf_counter() - began
-        report.hit_rate = (report.device_hit_blocks + report.host_hit_blocks) / max(
-            report.blocks, 1
-        )
-        report.host_bytes_resident = self._worker.host_bytes_resident()
+        try:
+            for number, request in enumerate(requests, start=1):
+                self._go_on()
+                self._admit(request, number)
+            while self._running:
+                self._retire()
+        except _StoppedError:
+            report.interrupted = True
+            self._abandon()
+        finally:
+            report.seconds = time.perf_counter() - began
+            report.hit_rate = (report.device_hit_blocks + report.host_hit_blocks) / max(
+                report.blocks, 1
+            )
+            report.host_bytes_resident = self._worker.host_bytes_resident()
         return report
+
+    def _is_stopped(self) -> bool:
+        # For good: work that was left out must not be compared later.
+        if not self._stopped and self._stop():
+            self._stopped = True
+        return self._stopped
+
+    def _go_on(self) -> None:
+        if self._is_stopped():
+            raise _StoppedError
+
+    def _abandon(self) -> None:
+        """End every job, and compare nothing."""
+        jobs = [
+            job
+            for running in self._running
+            for job in (running.load_job, running.store_job)
+            if job is not None
+        ]
+        self._worker.cancel(jobs)
+        self._worker.wait(jobs)
+        self._running.clear()
 
     def close(self) -> None:
         """Shut the worker down. Works twice."""
@@ -183,6 +228,7 @@ class Replay:
             context,
             ids,
             keys,
+            on_device=on_device,
             loaded=slice(on_device, on_device),
             chunk_keys=[_chunk_key(keys[i : i + factor]) for i in _whole(len(keys), factor)],
             blocks=np.array(self._pool.acquire(context.request_id, keys), dtype=np.int64),
@@ -201,13 +247,6 @@ class Replay:
             self._compute(running.blocks[ready:], ids[ready:])
             self._store(running, ready // factor)
 
-        report = self.report
-        report.requests += 1
-        report.blocks += len(keys)
-        report.device_hit_blocks += on_device
-        report.host_hit_blocks += ready - on_device
-        report.computed_blocks += len(keys) - ready
-
     def _load(self, running: _Running) -> None:
         source = self._manager.prepare_load(running.load_keys, running.context)
         blocks = running.blocks[running.loaded]
@@ -219,7 +258,11 @@ class Replay:
     def _compute(self, blocks: IntArray, ids: IntArray) -> None:
         def work() -> None:
             for number, layer in enumerate(self._layers):
-                self._rig.scatter(layer, blocks, self._expected(ids, number))
+                for part in self._parts(len(blocks)):
+                    # Nobody will look at what is left out.
+                    if self._is_stopped():
+                        return
+                    self._rig.scatter(layer, blocks[part], self._expected(ids[part], number))
 
         self._rig.compute(work, writes=blocks.tolist())
 
@@ -245,9 +288,16 @@ class Replay:
         self._worker.transfer_async(job_id, (src, dst))
         return job_id
 
+    def _parts(self, blocks: int) -> Iterator[slice]:
+        """So many blocks, in pieces of about :data:`PART_BYTES` of one layer."""
+        # A small page costs more than its bytes.
+        step = max(PART_BYTES // max(self._settings.page_bytes, 64), 1)
+        return (slice(start, start + step) for start in range(0, blocks, step))
+
     def _retire(self) -> None:
         """Apply the completions of the oldest request, and compare every page of its blocks."""
-        running = self._running.popleft()
+        self._go_on()
+        running = self._running[0]
         report = self.report
         if running.load_job is not None:
             result = self._result(running.load_job)
@@ -264,6 +314,13 @@ class Replay:
         self._manager.release(running.context)
         report.corrupt_blocks += self._count_corrupt(running)
         self._pool.release(running.context.request_id, running.keys)
+        self._running.popleft()
+        report.requests += 1
+        report.blocks += len(running.keys)
+        report.device_hit_blocks += running.on_device
+        report.host_hit_blocks += running.loaded.stop - running.on_device
+        report.computed_blocks += len(running.keys) - running.loaded.stop
+        self._progress(report.requests)
 
     def _result(self, job_id: int) -> TransferResult:
         self._worker.wait([job_id])
@@ -277,8 +334,13 @@ class Replay:
     def _count_corrupt(self, running: _Running) -> int:
         corrupt = np.zeros(len(running.ids), dtype=bool)
         for number, layer in enumerate(self._layers):
-            found = self._rig.read(layer, running.blocks)
-            corrupt |= (found != self._expected(running.ids, number)).any(axis=1)
+            for part in self._parts(len(running.ids)):
+                self._go_on()
+                found = self._rig.read(layer, running.blocks[part])
+                wrong = found != self._expected(running.ids[part], number)
+                corrupt[part] |= wrong.any(axis=1)
+        # Content that was left out because of a stop is not corrupt.
+        self._go_on()
         return int(corrupt.sum())
 
 
@@ -304,3 +366,17 @@ def check(requests: Sequence[Request], settings: Settings) -> None:
                 f"--device-blocks {settings.device_blocks}: the request of {request.source} needs "
                 f"{len(request.hash_ids)} blocks"
             )
+
+
+def _check_memory(backend: Backend, settings: Settings) -> None:
+    """Both pools fit this machine's memory together, where both are in it."""
+    if backend.device is None or backend.device.type != "cpu":
+        return
+    device = settings.device_blocks * settings.layers * settings.page_bytes
+    limit = memory_limit()
+    if device + settings.host_bytes > limit.nbytes:
+        raise CapacityError(
+            f"device blocks of {device} bytes ({format_bytes(device)}) and a host budget of "
+            f"{settings.host_bytes} bytes ({format_bytes(settings.host_bytes)}) are together more "
+            f"than {limit.source} has: {limit.nbytes} bytes ({format_bytes(limit.nbytes)})"
+        )

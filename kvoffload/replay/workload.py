@@ -10,9 +10,11 @@ thinking in which other sessions ran. Lengths are exponential, in tokens: about 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 
+from kvoffload.core.errors import ConfigurationError
 from kvoffload.replay.trace import TOKENS_PER_BLOCK, Request
 
 SYSTEM_PROMPTS = 4
@@ -22,20 +24,36 @@ ANSWER_TOKENS = 300
 TURNS = 8
 THINK_MS = 60_000.0
 SESSION_INTERVAL_MS = 1_500.0
+MOST_REQUESTS = 1_000_000
+"""What memory holds with ease."""
 
 
 def chat(seed: int, requests: int = 2000) -> list[Request]:
-    """The earliest ``requests`` turns, in order of arrival; the same for the same seed."""
+    """The earliest ``requests`` turns, in order of arrival; the same for the same seed.
+
+    Raises:
+        ConfigurationError: more than :data:`MOST_REQUESTS`.
+    """
+    if requests > MOST_REQUESTS:
+        raise ConfigurationError(
+            f"--limit {requests}: the built-in workload has at most {MOST_REQUESTS:,} requests"
+        )
     rng = random.Random(seed)
     ids = itertools.count()
     systems = [
         [next(ids) for _ in range(SYSTEM_TOKENS // TOKENS_PER_BLOCK)] for _ in range(SYSTEM_PROMPTS)
     ]
-    # Every session that begins before the last request is needed, and no request before its
-    # session: enough sessions for all requests to be first turns.
     turns: list[Request] = []
-    for session in range(requests):
+    # Turns that have come before any later session begins are enough once there are so many.
+    to_come: list[float] = []
+    come = 0
+    for session in itertools.count():
         now = session * SESSION_INTERVAL_MS
+        while to_come and to_come[0] <= now:
+            heapq.heappop(to_come)
+            come += 1
+        if come >= requests:
+            break
         blocks = list(rng.choice(systems))
         tokens = len(blocks) * TOKENS_PER_BLOCK
         for turn in range(rng.randint(1, 2 * TURNS - 1)):
@@ -46,6 +64,7 @@ def chat(seed: int, requests: int = 2000) -> list[Request]:
             partial = [next(ids)] if tokens % TOKENS_PER_BLOCK else []
             source = f"session {session}, turn {turn}"
             turns.append(Request(now, [*blocks, *partial], source))
+            heapq.heappush(to_come, now)
             tokens += 1 + int(rng.expovariate(1 / ANSWER_TOKENS))
             now += rng.expovariate(1 / THINK_MS)
     turns.sort(key=lambda request: request.timestamp)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvoffload.core.errors import CapacityError, KeyNotReadyError, UnknownTransferError
+from kvoffload.core.errors import (
+    CapacityError,
+    KeyNotReadyError,
+    UnknownGroupError,
+    UnknownTransferError,
+)
 from kvoffload.core.specs import HostLoadStoreSpec
+from kvoffload.scheduler.free_ids import FreeIds
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.manager import (
     LookupResult,
@@ -37,7 +44,7 @@ class _Pool:
 
     capacity: int
     policy: CachePolicy
-    free: list[int]
+    free: FreeIds
     evictable: int = 0
     in_use: int = 0
 
@@ -69,6 +76,15 @@ class _Moving:
         return ended
 
 
+def _whole_numbers(values: int | Sequence[int]) -> list[int]:
+    """One number for each group; none if something else is among them."""
+    listed = values if isinstance(values, Sequence) else [values]
+    try:
+        return [operator.index(value) for value in listed if not isinstance(value, bool)]
+    except TypeError:
+        return []
+
+
 class HostOffloadingManager(OffloadingManager):
     """Keeps chunks of host memory, and evicts by a policy.
 
@@ -89,17 +105,18 @@ class HostOffloadingManager(OffloadingManager):
         pool_of_group: Sequence[int] | None = None,
         policy: Callable[[], CachePolicy] = LRUPolicy,
     ) -> None:
-        per_group = [num_chunks] if isinstance(num_chunks, int) else [int(n) for n in num_chunks]
+        per_group = _whole_numbers(num_chunks)
         if not per_group or min(per_group) < 1:
-            raise CapacityError(f"num_chunks must be at least 1 for every group, not {num_chunks}")
+            raise CapacityError(
+                f"num_chunks must be a whole number of at least 1 for every group, "
+                f"not {num_chunks!r}"
+            )
         pools = [0] * len(per_group) if pool_of_group is None else [int(p) for p in pool_of_group]
         if len(pools) != len(per_group):
             raise CapacityError(f"{len(per_group)} num_chunks for {len(pools)} pool_of_group")
         by_number: dict[int, _Pool] = {}
         for capacity, number in zip(per_group, pools, strict=True):
-            pool = by_number.setdefault(
-                number, _Pool(capacity, policy(), list(range(capacity - 1, -1, -1)))
-            )
+            pool = by_number.setdefault(number, _Pool(capacity, policy(), FreeIds(capacity)))
             if pool.capacity != capacity:
                 raise CapacityError(
                     f"groups of pool {number} have {pool.capacity} and {capacity} chunks"
@@ -112,6 +129,10 @@ class HostOffloadingManager(OffloadingManager):
         self._stores = _Moving()
 
     def _pool(self, key: OffloadKey) -> _Pool:
+        if not 0 <= key.group < len(self._pool_of_group):
+            raise UnknownGroupError(
+                f"{key} is of group {key.group}; there are {len(self._pool_of_group)}, from 0"
+            )
         return self._pool_of_group[key.group]
 
     def _acquire(self, chunk: _Chunk) -> None:
@@ -119,6 +140,7 @@ class HostOffloadingManager(OffloadingManager):
             pool = self._pool(chunk.key)
             pool.evictable -= 1
             pool.in_use += 1
+            pool.policy.hold(chunk.key)
         chunk.ref_cnt += 1
 
     def _release(self, chunk: _Chunk) -> None:
@@ -128,8 +150,9 @@ class HostOffloadingManager(OffloadingManager):
             pool.in_use -= 1
             if chunk.known:
                 pool.evictable += 1
+                pool.policy.free(chunk.key)
             else:
-                pool.free.append(chunk.chunk_id)
+                pool.free.give_back([chunk.chunk_id])
 
     def _disown(self, chunk: _Chunk) -> None:
         """Lookups find the chunk no more; it is in use, and free once it is not."""
@@ -146,6 +169,7 @@ class HostOffloadingManager(OffloadingManager):
             )
 
     def lookup(self, keys: Sequence[OffloadKey], context: RequestContext) -> LookupResult:
+        keys = list(keys)
         promised: dict[OffloadKey, _Chunk] = {}
         pending = False
         hits = 0
@@ -183,8 +207,9 @@ class HostOffloadingManager(OffloadingManager):
         for chunk in ready:
             self._acquire(chunk)
             self._loads.begin(context, chunk)
-            if promised.pop(chunk.key, None) is not None:
-                self._release(chunk)
+            before = promised.pop(chunk.key, None)
+            if before is not None:
+                self._release(before)  # not always the same chunk: it may have been stored anew
         if not promised:
             self._promised.pop(context.request_id, None)
         return HostLoadStoreSpec([chunk.chunk_id for chunk in ready])
@@ -207,16 +232,7 @@ class HostOffloadingManager(OffloadingManager):
             short = sum(self._pool(key) is pool for key in new) - len(pool.free)
             if short <= 0:
                 continue
-            spared = sum(
-                self._pool(key) is pool and self._is_evictable(key)
-                for key in named
-                if key in self._chunks
-            )
-            found = None
-            if pool.evictable - spared >= short:
-                found = pool.policy.victims(
-                    short, lambda key: key not in named and self._is_evictable(key)
-                )
+            found = pool.policy.victims(short, named, context.request_id)
             if found is None:
                 return None
             victims += found
@@ -225,27 +241,23 @@ class HostOffloadingManager(OffloadingManager):
             pool = self._pool(key)
             pool.policy.forget([key])
             pool.evictable -= 1
-            pool.free.append(chunk.chunk_id)
+            pool.free.give_back([chunk.chunk_id])
         chunk_ids = self._take_chunks(new)
         for key, chunk_id in zip(new, chunk_ids, strict=True):
             chunk = self._chunks[key] = _Chunk(key, chunk_id, ref_cnt=1)
             self._pool(key).in_use += 1
+            self._pool(key).policy.hold(key)
             self._stores.begin(context, chunk)
         self._access(list(named), context)
         return PrepareStoreOutput(new, HostLoadStoreSpec(chunk_ids), victims)
 
-    def _is_evictable(self, key: OffloadKey) -> bool:
-        return self._chunks[key].ref_cnt == 0
-
     def _take_chunks(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """A free chunk for each key; ascending within a pool, so that neighbours coalesce."""
-        taken: dict[int, deque[int]] = {}
-        for pool in self._pools:
-            count = sum(self._pool(key) is pool for key in keys)
-            if count:
-                taken[id(pool)] = deque(sorted(pool.free[-count:]))
-                del pool.free[-count:]
-        return [taken[id(self._pool(key))].popleft() for key in keys]
+        """A free chunk for each key, ascending within a pool."""
+        taken = {
+            id(pool): iter(pool.free.take(sum(self._pool(key) is pool for key in keys)))
+            for pool in self._pools
+        }
+        return [next(taken[id(self._pool(key))]) for key in keys]
 
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
@@ -271,7 +283,7 @@ class HostOffloadingManager(OffloadingManager):
             if chunk.ref_cnt == 0:
                 pool = self._pool(chunk.key)
                 pool.evictable -= 1
-                pool.free.append(chunk.chunk_id)
+                pool.free.give_back([chunk.chunk_id])
         self._chunks.clear()
         for pool in self._pools:
             pool.policy.clear()

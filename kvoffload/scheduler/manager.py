@@ -82,14 +82,16 @@ class OffloadingManager(ABC):
         """The chunks of ``keys``, in use until :meth:`complete_load`.
 
         Raises:
-            KeyNotReadyError: a key's bytes are not in place. Nothing has changed.
+            KeyNotReadyError: a key's bytes are not in place, or not any more: a promise is void
+                after a reset, and after a failed load of the same chunk. Nothing has changed.
         """
 
     @abstractmethod
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
-        """The load has ended. The chunks of a failed load are not trusted again.
+        """The load has ended. The chunks of a failed load are not trusted again: lookups miss, and
+        what was promised to others of them is void.
 
         Raises:
             UnknownTransferError: the request is not loading one of the keys. Nothing has changed.

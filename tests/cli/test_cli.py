@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvoffload.backends.cpu.backend import CpuBackend
 from kvoffload.cli import main
 from kvoffload.core.host_memory import memory_limit
+from kvoffload.replay.workload import chat
 
 QUICK = ["replay", "--device-blocks", "100", "--page-bytes", "64", "--limit", "150"]
 
@@ -77,12 +77,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--host-bytes", "-4096"], ["--host-bytes", "-4096"]),
         (["--host-bytes", "1g!"], ["--host-bytes", "1g!"]),
         (["--host-bytes", "1g"], ["--host-bytes", "1g", "GiB"]),
+        (["--host-bytes", "1gb"], ["did you mean 'GB'?"]),
+        (["--host-bytes", "1.5"], ["--host-bytes", "1.5", "whole"]),
+        (["--host-bytes", "2PiB"], [str(2 << 50), str(memory_limit().nbytes)]),
         (["--host-bytes", ""], ["--host-bytes"]),
         (["--host-bytes", "100"], ["--host-bytes", "100", "65536"]),
         (["--host-bytes", "900TiB"], ["--host-bytes", str(900 << 40), str(memory_limit().nbytes)]),
         (["--device-blocks", str(1 << 50)], ["--device-blocks", str(1 << 50)]),
-        (["--backend", "nonsense"], ["nonsense", "cpu"]),
-        (["--backend", "cuda"], ["cuda", "not available"]),
+        (["--backend", "nonsense"], ["--backend nonsense", "cpu"]),
+        (["--backend", "cuda"], ["--backend cuda", "not available"]),
+        (["--backend", ""], ["--backend ''"]),
+        (["--trace", "x.jsonl", "--seed", "0"], ["--seed", "--trace"]),
+        (["--trace", "[bold]\x1b[31m\nx"], ["--trace [bold]\\x1b[31m x: No such file"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--limit", "1000001"], ["--limit 1000001", "1,000,000"]),
         (["--nonsense"], ["--nonsense"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -107,49 +115,125 @@ def test_a_bad_trace_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "11 blocks" in said
 
 
-INTERRUPT_ITSELF = """
-import os, signal, sys, threading
-from kvoffload.cli import main
-from kvoffload.replay.replay import Replay
-
-admit = Replay._admit
-def admit_and_interrupt(self, request, number):
-    admit(self, request, number)
-    if number == 50:
-        os.kill(os.getpid(), signal.SIGINT)
-
-Replay._admit = admit_and_interrupt
-code = main(["replay", "--json", "--limit", "200"])
-left = [t.name for t in threading.enumerate() if "kvoffload" in t.name]
-sys.exit(code if not left else f"threads left: {left}")
-"""
-
-
-def test_ctrl_c_ends_after_the_request_at_hand_and_says_what_was_done() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPT_ITSELF],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert done.returncode == 130, done.stderr
-    report = json.loads(done.stdout)
-    assert report["interrupted"]
-    assert report["requests"] == 50
-    assert report["corrupt_blocks"] == 0
-    assert done.stderr == "kvoffload: interrupted after 50 of 200 requests\n"
-
-
-def test_ctrl_c_before_the_replay_begins_is_no_traceback(
+def test_a_backend_that_the_variable_names_is_blamed_on_the_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    for name, says in (("nope", "no backend named 'nope'"), ("cuda", "not available")):
+        monkeypatch.setenv("KVOFFLOAD_BACKEND", name)
+        said = refused(capsys, "replay")
+        assert said.startswith(f"kvoffload: error: KVOFFLOAD_BACKEND={name}: ")
+        assert says in said
 
-    monkeypatch.setattr("kvoffload.cli.replay.chat", interrupt)
-    assert main(QUICK) == 130
-    assert capsys.readouterr().err == "kvoffload: interrupted\n"
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(
+            ("replay", option)
+            for option in (
+                "backend",
+                "block-size-factor",
+                "concurrency",
+                "device-blocks",
+                "host-bytes",
+                "layers",
+                "limit",
+                "page-bytes",
+                "seed",
+                "trace",
+            )
+        ),
+        *(("bench plan", option) for option in ("layers", "blocks", "seed")),
+    ],
+)
+def test_an_absurd_number_is_one_line_that_does_not_repeat_it(
+    capsys: pytest.CaptureFixture[str], command: str, option: str, digits: int
+) -> None:
+    for value in ("9" * digits, "-" + "9" * digits, "9" * digits + ".5GiB"):
+        said = refused(capsys, *command.split(), f"--{option}={value}")
+        assert f"--{option}" in said
+        assert max(len(run) for run in re.findall("9+", said)) <= 80
+        assert len(said) < 400
+    assert len(refused(capsys, "9" * digits)) < 400
+    assert len(refused(capsys, "replay", "--" + "9" * digits)) < 400
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--layers", str(2**62), "--page-bytes", str(2**62), "--device-blocks", str(2**62)],
+        ["--block-size-factor", str(2**62)],
+        ["--host-bytes", str(2**62)],
+    ],
+)
+def test_large_numbers_are_refused_together(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    said = refused(capsys, "replay", *options)
+    for option in options:
+        assert option in said
+
+
+def test_device_and_host_memory_must_fit_this_machine_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    half = memory_limit().nbytes * 6 // 10
+    options = ["--device-blocks", "100", "--layers", "1", "--page-bytes", str(half // 100)]
+    said = refused(capsys, "replay", "--host-bytes", str(half), *options)
+    assert "together" in said
+    assert str(memory_limit().nbytes) in said
+    for option in ("--host-bytes", "--device-blocks", "--layers", "--page-bytes"):
+        assert option in said
+
+
+def test_a_bench_that_no_machine_could_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "bench", "plan", "--layers", "1000000000")
+    assert "--layers 1000000000" in said
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_without_a_command_there_is_help_and_no_empty_error(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main(command) == 2
+    out = capsys.readouterr()
+    assert "Usage" in out.out
+    assert out.err == ""
+
+
+def test_the_path_of_a_trace_is_printed_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = Path("[red]:smile:.jsonl")
+    trace.write_text('{"timestamp": 0, "hash_ids": [1]}')
+    assert main([*QUICK, "--trace", str(trace)]) == 0
+    assert "[red]:smile:.jsonl" in capsys.readouterr().out
+
+
+def test_the_summary_tells_of_refused_stores_and_what_helps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = [*QUICK, "--host-bytes", "1KiB", "--concurrency", "30"]
+    assert main([*small, "--json"]) == 0
+    refused_stores = json.loads(capsys.readouterr().out)["refused_stores"]
+    assert refused_stores > 0
+    assert main(small) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"stores refused {refused_stores}," in out
+    assert "--host-bytes" in out
+    assert main([*QUICK, "--concurrency", "1"]) == 0
+    assert "refused" not in capsys.readouterr().out
+
+
+def test_a_run_without_reuse_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1]}\n{"timestamp": 1, "hash_ids": [2]}')
+    assert main([*QUICK, "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "No block was reused" in out
+    assert "would have been reused" not in out
 
 
 def test_backends_lists_all_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +243,7 @@ def test_backends_lists_all_with_reasons(capsys: pytest.CaptureFixture[str]) -> 
     assert found["cpu"]["distribution"].startswith("kvoffload ")
     assert found["cpu"]["capabilities"]["asynchronous"] is True
     assert "without CUDA" in found["cuda"]["reason"]
+    assert found["cuda"]["capabilities"] is None
     assert main(["backends"]) == 0
     out = capsys.readouterr().out
     for name in ("cpu", "cuda", "rocm", "hpu", "not available"):
@@ -180,6 +265,8 @@ def test_bench_plan_prints_lowering_and_floor_of_one_run(
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvoffload 0.")
+    assert main(["replay", "--help"]) == 0
+    assert f"{len(chat(0)):,}" in capsys.readouterr().out
     for command in ([], ["replay"], ["backends"], ["bench"], ["bench", "plan"]):
         assert main([*command, "--help"]) == 0
         assert "--help" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from kvoffload.backends.cpu.backend import CpuBackend
 from kvoffload.backends.cpu.blocks import lower
 from kvoffload.backends.cpu.copy import run_copies
 from kvoffload.core.backend import Backend
-from kvoffload.core.errors import ConfigurationError
+from kvoffload.core.errors import CapacityError, ConfigurationError
+from kvoffload.core.host_memory import memory_limit
 from kvoffload.core.lanes import Lane
 from kvoffload.replay import pattern
+from kvoffload.replay.device_pool import DevicePool
 from kvoffload.replay.replay import Replay, Report, Settings
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workload import chat
 from kvoffload.rig import Fault, rig_for
+from kvoffload.scheduler.keys import OffloadKey
 
 SMALL = Settings(
     device_blocks=60, host_bytes=200 * 3 * 100, layers=3, page_bytes=100, concurrency=4
@@ -33,13 +37,14 @@ def replay(
     settings: Settings = SMALL,
     backend: Backend | None = None,
     prepare: Callable[[Replay, Any], None] = lambda *_: None,
+    **options: Any,
 ) -> Report:
     chosen = backend or CpuBackend()
     with rig_for(chosen) as rig:
         run = Replay(chosen, "cpu", rig, settings)
         try:
             prepare(run, rig)
-            return run.run(requests)
+            return run.run(requests, **options)
         finally:
             run.close()
 
@@ -136,6 +141,114 @@ def test_a_request_waits_until_its_device_blocks_are_free() -> None:
 def test_a_request_larger_than_the_device_pool_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--device-blocks 60: .*line 9 needs 61"):
         replay([Request(0, range(61), "line 9")])
+
+
+class Watched:
+    """A stop that counts what the rig reads, and asks to stop after so many reads."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.reads = after, 0
+
+    def watch(self, run: Replay, rig: Any) -> None:
+        read = rig.read
+
+        def counted(*arguments: Any) -> Any:
+            self.reads += 1
+            return read(*arguments)
+
+        rig.read = counted
+
+    def __call__(self) -> bool:
+        return self.reads >= self.after
+
+
+def stopped(requests: Sequence[Request], settings: Settings, after: int) -> tuple[Report, int]:
+    """The report of a run that was stopped after so many reads, and how many there were."""
+    stop = Watched(after)
+    report = replay(requests, settings, prepare=stop.watch, stop=stop)
+    assert report.interrupted
+    assert report.ok
+    assert report.device_hit_blocks + report.host_hit_blocks + report.computed_blocks == (
+        report.blocks
+    )
+    return report, stop.reads
+
+
+def test_a_stop_while_many_layers_are_compared_is_seen_at_the_next_layer() -> None:
+    settings = replace(SMALL, layers=500, page_bytes=8)
+    report, reads = stopped(chat(1, 50), settings, after=7)
+    assert (report.requests, report.blocks, reads) == (0, 0, 7)
+
+
+def test_a_stop_while_large_pages_are_compared_is_seen_within_the_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffload.replay.replay.PART_BYTES", 200)
+    settings = replace(SMALL, layers=1, page_bytes=200)
+    assert stopped([Request(0, range(9), "line 1")], settings, after=4)[1] == 4
+
+
+def test_a_stop_while_the_last_requests_are_retired_counts_those_that_were_compared() -> None:
+    requests = chat(1, 20)
+    settings = replace(SMALL, concurrency=1000, device_blocks=1000)
+    report, reads = stopped(requests, settings, after=15 * SMALL.layers)
+    assert reads == 15 * SMALL.layers
+    # The fifteenth was compared to its end, but then it was too late to count it.
+    assert report.requests == 14
+    assert report.blocks == sum(len(r.hash_ids) for r in requests[:14])
+
+
+def test_after_a_stop_nothing_is_compared_however_many_requests_are_in_flight() -> None:
+    served = 0
+
+    def watch(run: Replay, rig: Any) -> None:
+        admit = run._admit
+
+        def counted(request: Request, number: int) -> None:
+            nonlocal served
+            admit(request, number)
+            served += 1
+
+        run._admit = counted  # type: ignore[method-assign]
+        rig.read = None  # nobody may call it
+
+    settings = replace(SMALL, concurrency=1000, device_blocks=10_000)
+    report = replay(chat(1, 500), settings, prepare=watch, stop=lambda: served >= 300)
+    assert (served, report.requests, report.interrupted) == (300, 0, True)
+
+
+def test_progress_tells_how_many_requests_were_compared() -> None:
+    told: list[int] = []
+    report = replay(chat(1, 30), progress=told.append)
+    assert told == list(range(1, 31))
+    assert not report.interrupted
+
+
+def test_small_parts_give_the_same_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replay(chat(1, 100))
+    monkeypatch.setattr("kvoffload.replay.replay.PART_BYTES", 300)
+    parts = replay(chat(1, 100))
+    for report in (whole, parts):
+        report.seconds = 0.0
+        report.host_bytes_resident = 0
+    assert whole == parts
+
+
+def test_both_pools_must_fit_this_machine_together() -> None:
+    most = memory_limit().nbytes
+    settings = Settings(
+        device_blocks=60, host_bytes=most // 2, layers=1, page_bytes=most // 100, concurrency=1
+    )
+    with pytest.raises(CapacityError, match=f"together more than .*{most} bytes"):
+        replay(chat(1, 1), settings)
+
+
+def test_device_blocks_that_were_never_used_take_no_memory() -> None:
+    pool = DevicePool(1 << 60)
+    keys = [OffloadKey(bytes([n])) for n in range(4)]
+    assert pool.acquire("a", keys[:3]) == [0, 1, 2]
+    pool.release("a", keys[:3])
+    assert pool.acquire("b", keys[2:]) == [2, 3]
 
 
 def mutate_copies(backend: CpuBackend, mutation: Callable[[int, int], bool]) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 
-from kvoffload.core.errors import CapacityError, KeyNotReadyError, UnknownTransferError
+from kvoffload.core.errors import (
+    CapacityError,
+    KeyNotReadyError,
+    UnknownGroupError,
+    UnknownTransferError,
+)
 from kvoffload.scheduler.host_manager import HostOffloadingManager
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.manager import PrepareStoreOutput, RequestContext, Usage
@@ -227,10 +233,44 @@ def test_empty_chunks_are_used_before_any_key_goes_E25() -> None:
     assert hits(manager, keys(1, 2, 3)) == 3
 
 
-@pytest.mark.parametrize("capacity", [0, -1, []])
-def test_a_capacity_below_one_chunk_is_refused_F07(capacity: int | list[int]) -> None:
+@pytest.mark.parametrize("capacity", [0, -1, [], True, 4.5, "4", ["4"], [4, 0], [4, 2.0], None])
+def test_a_capacity_below_one_chunk_is_refused_F07(capacity: object) -> None:
     with pytest.raises(CapacityError, match="at least 1"):
-        HostOffloadingManager(capacity)
+        HostOffloadingManager(capacity)  # type: ignore[arg-type]
+
+
+def test_a_capacity_may_be_any_whole_number() -> None:
+    assert HostOffloadingManager(np.int64(4)).usage().capacity == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [-1, 2, 99])
+def test_a_key_of_an_unknown_group_is_refused_and_changes_nothing(group: int) -> None:
+    manager = HostOffloadingManager([4, 4])
+    key = OffloadKey(b"a", group)
+    with pytest.raises(UnknownGroupError, match=f"group {group}"):
+        manager.prepare_store([OffloadKey(b"b", 0), key], A)
+    assert manager.lookup([key], A).hits == 0
+    manager.touch([key], A)
+    assert manager.usage().in_use == 0
+
+
+def test_a_capacity_of_billions_costs_nothing() -> None:
+    manager = HostOffloadingManager(1 << 40)
+    assert stored(manager, keys(1, 2)).store_spec.block_ids.tolist() == [0, 1]
+
+
+def test_a_request_that_outgrows_the_pool_keeps_the_head_of_its_prefix() -> None:
+    manager = HostOffloadingManager(4)
+    stored(manager, keys("x", "y"), B)
+    for part in (keys("a", "b"), keys("c"), keys("d")):
+        manager.complete_store(prepared(manager, part).keys_to_store, A)
+    assert hits(manager, keys("a", "b", "c", "d")) == 4
+
+
+def test_keys_may_come_from_a_generator() -> None:
+    manager = HostOffloadingManager(4)
+    stored(manager, keys(1, 2))
+    assert manager.lookup((key for key in keys(1, 2)), A).hits == 2  # type: ignore[arg-type]
 
 
 def test_a_store_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -265,6 +305,24 @@ def test_a_failed_load_is_not_offered_again() -> None:
     assert manager.usage().free == 1, "the other request is still reading the chunks"
     manager.complete_load(keys(1, 2), B)
     assert manager.usage() == Usage(capacity=3, free=3, evictable=0, in_use=0)
+
+
+def test_a_promise_of_a_chunk_that_was_stored_anew_is_given_back() -> None:
+    manager = HostOffloadingManager(3)
+    stored(manager, keys(1))
+    manager.lookup(keys(1), A)
+    manager.prepare_load(keys(1), A)
+    manager.lookup(keys(1), B)
+    manager.complete_load(
+        keys(1), A, success=False
+    )  # B's promise is void: the bytes are not trusted
+    with pytest.raises(KeyNotReadyError):
+        manager.prepare_load(keys(1), B)
+    stored(manager, keys(1), C)
+    manager.prepare_load(keys(1), B)
+    manager.complete_load(keys(1), B)
+    manager.release(B)
+    assert manager.usage() == Usage(capacity=3, free=2, evictable=1, in_use=0)
 
 
 def test_reset_forgets_everything_and_waits_for_what_is_in_use() -> None:

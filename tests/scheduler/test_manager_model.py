@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from kvoffload.scheduler.host_manager import HostOffloadingManager
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.manager import RequestContext
+from kvoffload.scheduler.policy import LRUPolicy
 
 CAPACITY = 6
 KEYS = [OffloadKey(bytes([n])) for n in range(10)]
@@ -159,7 +160,7 @@ def _promises_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _evicts_what_is_in_use(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostOffloadingManager, "_is_evictable", lambda self, key: True)
+    patch.setattr(LRUPolicy, "hold", lambda self, key: None)
 
 
 def _visible_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
