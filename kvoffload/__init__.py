@@ -12,64 +12,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvoffload.core.backend import (
         Backend as Backend,
-    )
-    from kvoffload.core.backend import (
         Capabilities as Capabilities,
-    )
-    from kvoffload.core.backend import (
         HostOrder as HostOrder,
-    )
-    from kvoffload.core.backend import (
         Probe as Probe,
+    )
+    from kvoffload.core.canonicalize import (
+        CacheRegistration as CacheRegistration,
+        LayerCache as LayerCache,
+        canonicalize as canonicalize,
     )
     from kvoffload.core.engine import (
         CURRENT_STREAM as CURRENT_STREAM,
-    )
-    from kvoffload.core.engine import (
         TransferEngine as TransferEngine,
-    )
-    from kvoffload.core.engine import (
         TransferResult as TransferResult,
     )
     from kvoffload.core.errors import KVOffloadError as KVOffloadError
     from kvoffload.core.handler import OffloadingHandler as OffloadingHandler
     from kvoffload.core.kv_caches import (
         CanonicalKVCacheRef as CanonicalKVCacheRef,
-    )
-    from kvoffload.core.kv_caches import (
         CanonicalKVCaches as CanonicalKVCaches,
-    )
-    from kvoffload.core.kv_caches import (
         CanonicalKVCacheTensor as CanonicalKVCacheTensor,
     )
     from kvoffload.core.specs import (
         BlockIDsLoadStoreSpec as BlockIDsLoadStoreSpec,
-    )
-    from kvoffload.core.specs import (
         DeviceLoadStoreSpec as DeviceLoadStoreSpec,
-    )
-    from kvoffload.core.specs import (
         HostLoadStoreSpec as HostLoadStoreSpec,
-    )
-    from kvoffload.core.specs import (
         LoadStoreSpec as LoadStoreSpec,
-    )
-    from kvoffload.core.specs import (
         TransferSpec as TransferSpec,
     )
     from kvoffload.core.worker import OffloadingWorker as OffloadingWorker
     from kvoffload.plugins.registry import (
         BackendRegistry as BackendRegistry,
-    )
-    from kvoffload.plugins.registry import (
         select_backend as select_backend,
     )
     from kvoffload.scheduler.host_manager import HostOffloadingManager as HostOffloadingManager
     from kvoffload.scheduler.keys import OffloadKey as OffloadKey
     from kvoffload.scheduler.manager import (
         OffloadingManager as OffloadingManager,
-    )
-    from kvoffload.scheduler.manager import (
         RequestContext as RequestContext,
     )
 
@@ -77,6 +56,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "kvoffload.core.backend": ("Backend", "Capabilities", "HostOrder", "Probe"),
+    "kvoffload.core.canonicalize": ("CacheRegistration", "LayerCache", "canonicalize"),
     "kvoffload.core.engine": ("CURRENT_STREAM", "TransferEngine", "TransferResult"),
     "kvoffload.core.errors": ("KVOffloadError",),
     "kvoffload.core.handler": ("OffloadingHandler",),

@@ -217,8 +217,7 @@ def simulate(
     """
 
     def command() -> int:
-        from kvoffload.cli.simulate import list_rules as print_rules
-        from kvoffload.cli.simulate import run
+        from kvoffload.cli.simulate import list_rules as print_rules, run
 
         if list_rules:
             return print_rules()

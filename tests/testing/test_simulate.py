@@ -85,4 +85,7 @@ def test_what_is_found_is_made_short_and_names_who_overtook_whom() -> None:
         failed = simulate(range(1000)).failed
     assert failed is not None
     assert len(failed.operations) < 15
-    assert any("store of" in line and "overtook compute" in line for line in failed.overtaking)
+    assert any(
+        "the store of" in line and "overtook compute that writes" in line
+        for line in failed.overtaking
+    )

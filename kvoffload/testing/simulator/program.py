@@ -243,7 +243,7 @@ class Program:
                     memory[block] = content(key, piece, tensor)
 
         what = f"compute that writes key {key} into blocks {list(blocks)}"
-        self.world.compute.submit(work, what, blocks)
+        self.world.compute.submit(work, what, writes=blocks)
 
     def _store(self, rng: random.Random) -> str | None:
         """Offer a slot's key to the manager, and store what it wants."""
@@ -405,7 +405,7 @@ class Program:
             read.seen = [memory[blocks].copy() for memory in self._memory]
 
         what = f"compute that reads key {slot.key} from blocks {blocks}"
-        self.world.compute.submit(work, what, blocks)
+        self.world.compute.submit(work, what, reads=blocks)
         return f"compute reads key {slot.key} from blocks {blocks}, after job {slot.job}"
 
     def _preempt(self, rng: random.Random) -> str | None:

@@ -36,7 +36,7 @@ class SimRig(DeviceRig):
     ) -> None:
         blocks = {"reads": list(reads), "writes": list(writes)}
         what = " and ".join(f"{verb} {ids}" for verb, ids in blocks.items() if ids)
-        self.world.compute.submit(work, f"compute {what}", [*blocks["reads"], *blocks["writes"]])
+        self.world.compute.submit(work, f"compute {what}", **blocks)
 
     def scatter(self, tensor: torch.Tensor, rows: IntArray, data: Bytes) -> None:
         tensor.numpy()[rows] = data

@@ -120,14 +120,20 @@ class Access:
     Attributes:
         serial: order in which such things were enqueued.
         what: for people.
-        touches: blocks and chunks, by name.
+        reads, writes: blocks and chunks, by name.
         tick: when it first ran; None if it has not.
     """
 
     serial: int
     what: str
-    touches: frozenset[str]
+    reads: frozenset[str]
+    writes: frozenset[str]
     tick: int | None = None
+
+    def conflicts(self, other: Access) -> list[str]:
+        """What both touch, and one of them writes."""
+        touched = self.reads | self.writes, other.reads | other.writes
+        return sorted((self.writes & touched[1]) | (other.writes & touched[0]))
 
 
 class _Op:
@@ -230,13 +236,14 @@ class _Copies(_Op):
         return last
 
 
-def _describe(plan: CopyPlan) -> tuple[str, list[str]]:
-    """A copy for people, and the names of what it touches."""
+def _describe(plan: CopyPlan) -> tuple[str, list[str], list[str]]:
+    """A copy for people, and the names of what it reads and writes."""
     sides = []
     for side, units in ((plan.src, plan.src_units), (plan.dst, plan.dst_units)):
         what = "chunk" if side is plan.geometry.host else "block"
         sides.append([f"{what} {unit}" for unit in dict.fromkeys((units // side.factor).tolist())])
-    return f"{plan.lane.value} of {sides[0]} to {sides[1]}", sides[0] + sides[1]
+    what = f"the {plan.lane.value} of {', '.join(sides[0])} to {', '.join(sides[1])}"
+    return what, sides[0], sides[1]
 
 
 class SimStream:
@@ -268,10 +275,18 @@ class SimStream:
         return event
 
     def submit(
-        self, work: Callable[[], None], what: str = "compute", blocks: Iterable[int] = ()
+        self,
+        work: Callable[[], None],
+        what: str = "compute",
+        reads: Iterable[int] = (),
+        writes: Iterable[int] = (),
     ) -> None:
         """Run ``work``, which touches these device blocks, as one step of device work."""
-        access = self.world.note(what, [f"block {block}" for block in blocks])
+        access = self.world.note(
+            what,
+            [f"block {block}" for block in reads],
+            [f"block {block}" for block in writes],
+        )
         self._enqueue(_Work(work, access))
 
     def copy(self, copies: Descriptors, plan: CopyPlan, held: object, *, relaxed: bool) -> None:
@@ -362,20 +377,22 @@ class World:
         """Note something that must never happen."""
         self.violations.append(what)
 
-    def note(self, what: str, touches: Iterable[str]) -> Access:
+    def note(self, what: str, reads: Iterable[str], writes: Iterable[str]) -> Access:
         """Something that touches memory is being enqueued."""
-        access = Access(len(self.accesses), what, frozenset(touches))
+        access = Access(len(self.accesses), what, frozenset(reads), frozenset(writes))
         self.accesses.append(access)
         return access
 
     def overtakings(self) -> list[str]:
-        """Who ran before somebody that was enqueued earlier and touches the same, one line each."""
+        """Who ran before a conflicting access that was enqueued earlier, one line each."""
         ran = [access for access in self.accesses if access.tick is not None]
         lines = []
         for late in ran:
             for early in ran:
-                shared = sorted(early.touches & late.touches)
-                if early.serial < late.serial and (late.tick or 0) < (early.tick or 0) and shared:
+                if early.serial >= late.serial or (late.tick or 0) >= (early.tick or 0):
+                    continue
+                shared = late.conflicts(early)
+                if shared:
                     lines.append(
                         f"{late.what} (tick {late.tick}) overtook {early.what} "
                         f"(tick {early.tick}) on {shared[0]}"
