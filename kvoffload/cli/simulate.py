@@ -40,10 +40,8 @@ def run(
             f"--break {broken}: there is no such rule; --list-rules prints those there are"
         )
     make_backend = SimBackend if backend_class is None else _load(backend_class)
-    # The simulated device says again and again what a real one would say once.
-    logging.getLogger("kvoffload").setLevel(logging.ERROR)
     breaking = contextlib.nullcontext() if broken is None else RULES[broken].break_()
-    with breaking, progress_bar("simulating", len(seeds)) as advance:
+    with breaking, _quiet(), progress_bar("simulating", len(seeds)) as advance:
         simulation = simulate(seeds, make_backend, progress=advance, stop=current().is_set)
     command = _command(simulation.failed, broken, backend_class)
     if as_json:
@@ -56,6 +54,18 @@ def run(
         say(f"interrupted after {simulation.schedules} of {len(seeds)} programs")
         return EXIT_INTERRUPTED
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The simulated devices say again and again what a real one would say once."""
+    logger = logging.getLogger("kvoffload")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _load(name: str) -> MakeBackend:
