@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvoffload.backends.cpu.backend import CpuBackend
+from kvoffload.core import host_pool
 from kvoffload.core.backend import HostOrder
 from kvoffload.core.errors import CapacityError, ConfigurationError
 from kvoffload.core.host_memory import memory_limit
@@ -153,3 +155,15 @@ def test_a_longest_request_that_cannot_fit_is_a_warning_with_the_numbers_D10(
     assert warned(caplog, 160) == ""
     assert "160 tokens" in warned(caplog, 161)
     assert "161" in warned(caplog, 161)
+
+
+def test_a_pool_above_its_budget_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of guarantee 8: pools that round up to a power of two, as caching allocators do."""
+    divide = host_pool._divide
+
+    def rounded_up(*args: Any) -> list[int]:
+        return [1 << (chunks - 1).bit_length() for chunks in divide(*args)]
+
+    monkeypatch.setattr(host_pool, "_divide", rounded_up)
+    with pytest.raises(AssertionError):
+        test_a_budget_is_met_exactly_and_measured_D01()
