@@ -79,12 +79,14 @@ class ThreadStream:
         self._error: Exception | None = None
         self._spoilt = False  # work has failed, or was skipped, since the error
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # The thread holds the queue and not the stream, so that it ends with a stream nobody holds.
+        self._thread = threading.Thread(
+            target=_work_off, args=(self._queue,), name=name, daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
-            step()
+    def __del__(self) -> None:
+        self._queue.put(None)
 
     def _enqueue(self, step: Work) -> None:
         if self._closed:
@@ -146,6 +148,15 @@ class ThreadStream:
             self._closed = True
             self._queue.put(None)
             self._thread.join()
+
+
+def _work_off(queue: SimpleQueue[Work | None]) -> None:
+    while True:
+        step = queue.get()
+        if step is None:
+            return
+        step()
+        del step  # it holds the stream
 
 
 def void(_: object) -> None:

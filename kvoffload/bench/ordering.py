@@ -53,7 +53,7 @@ def run(
     writes = rng.permutation(POOL)[:blocks] + POOL
 
     def order(table: OrderingTable, number: int) -> None:
-        table.writers(reads, since=number - 1)
+        table.writers(reads, since=0)  # as if nothing had ever been reported
         table.dependencies(0, reads, writes)
         table.add(0, number, reads, writes)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from kvoffload.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvoffload.cli.interrupt import current
@@ -71,9 +73,13 @@ def _quiet() -> Iterator[None]:
 def _load(name: str) -> MakeBackend:
     """``module:Class``, a backend that takes the simulated world as its argument."""
     module, _, attribute = name.partition(":")
+    # As `python -m` has it: a module of the folder that one stands in.
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise ConfigurationError(
             f"--backend-class {name}: not found as module:Class ({error})"
         ) from error
@@ -82,7 +88,7 @@ def _load(name: str) -> MakeBackend:
     make: Callable[[World], Backend] = found
     try:
         make(World())
-    except TypeError as error:
+    except Exception as error:
         raise ConfigurationError(
             f"--backend-class {name}: must take a simulated World as its argument, as "
             f"kvoffload.testing.simulator.SimBackend does ({error})"

@@ -82,6 +82,8 @@ class Capabilities:
         register_limit: most bytes of one registration, where there is a limit.
         batch_copy: many copies in one call.
         max_batch: most copies of one call, where there is a limit.
+        queue_depth: pieces of work that a stream holds, where there is a limit: enqueuing more
+            would block the host. A single transfer may exceed it if batches are small or absent.
         kernels_read_host: device kernels can read host memory.
         host_order: the order of host memory that this backend copies fastest.
     """
@@ -93,6 +95,7 @@ class Capabilities:
     register_limit: int | None = None
     batch_copy: bool = False
     max_batch: int | None = None
+    queue_depth: int | None = None
     kernels_read_host: bool = False
     host_order: HostOrder = HostOrder.PLANES
 

@@ -74,18 +74,22 @@ def chunks_touched(group_sizes: IntArray, block_indices: IntArray, factor: int) 
 
 
 def chunk_units(
-    chunk_ids: IntArray, group_sizes: IntArray, block_indices: IntArray, factor: int
+    chunk_ids: IntArray,
+    touched: IntArray,
+    group_sizes: IntArray,
+    block_indices: IntArray,
+    factor: int,
 ) -> IntArray:
     """The chunk sub-block that belongs to each block, group after group.
 
     Args:
-        chunk_ids: int64, the chunks of all groups; ``chunks_touched`` of them per group.
+        chunk_ids: int64, the chunks of all groups.
+        touched: int64[groups], how many of them each group has: :func:`chunks_touched`.
         group_sizes, block_indices, factor: as in :func:`chunks_touched`.
 
     Returns:
         int64[sum(group_sizes)]: ``chunk id * factor + sub-block``.
     """
-    touched = chunks_touched(group_sizes, block_indices, factor)
     first_block = np.cumsum(group_sizes) - group_sizes
     first_chunk = np.cumsum(touched) - touched
     # Position of each block counted from the start of its group's first chunk.

@@ -8,13 +8,16 @@ from kvoffload.core.specs import IntArray
 
 SMALLEST = 1 << 10
 """Elements of the smallest buffer."""
+LARGEST = 1 << 22
+"""Elements of the largest that is kept: 32 MiB, the descriptors of 1.4 million copies."""
 
 
 class BufferPool:
     """int64 buffers, lent until they are given back.
 
     Args:
-        keep: at most so many idle buffers are kept; the smallest go first.
+        keep: at most so many idle buffers are kept; the smallest go first. One of more than
+            ``LARGEST`` elements is not kept.
     """
 
     def __init__(self, keep: int = 4) -> None:
@@ -36,8 +39,9 @@ class BufferPool:
     def give_back(self, buffer: IntArray) -> None:
         """Nobody uses the buffer any more."""
         self.lent -= 1
-        self._idle.append(buffer)
-        self._idle.sort(key=len)
+        if len(buffer) <= LARGEST:
+            self._idle.append(buffer)
+            self._idle.sort(key=len)
         del self._idle[: max(len(self._idle) - self._keep, 0)]
 
     @property

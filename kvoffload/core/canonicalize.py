@@ -171,6 +171,8 @@ def canonicalize(registration: CacheRegistration) -> CanonicalKVCaches:
 
 
 def _check_groups(registration: CacheRegistration) -> None:
+    if any(isinstance(group, str) for group in registration.groups):
+        raise LayoutError("a group is a list of names, not a name")
     named = [name for group in registration.groups for name in group]
     unknown = sorted(set(named) - registration.layers.keys())
     if unknown:
@@ -184,6 +186,12 @@ def _check_groups(registration: CacheRegistration) -> None:
 
 
 def _parts_of_layer(name: str, layer: LayerCache, blocks: int) -> list[Part]:
+    if not isinstance(layer, LayerCache):
+        raise LayoutError(f"layer {name!r}: expected a LayerCache, found {type(layer).__name__}")
+    for what in ("block_dim", "rows_per_block", "page_bytes", "padded_page_bytes"):
+        value = getattr(layer, what)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise LayoutError(f"layer {name!r}: {what} must be a whole number, not {value!r}")
     kind = _KINDS.get(layer.kind)
     if kind is None:
         raise UnsupportedStateError(
@@ -200,42 +208,64 @@ def _parts_of_layer(name: str, layer: LayerCache, blocks: int) -> list[Part]:
 
 
 def _tensors(layer: LayerCache) -> list[torch.Tensor]:
+    if not isinstance(layer.tensors, torch.Tensor | Sequence):
+        raise LayoutError(f"expected tensors, found {type(layer.tensors).__name__}")
     listed = [layer.tensors] if isinstance(layer.tensors, torch.Tensor) else list(layer.tensors)
     for tensor in listed:
         if not isinstance(tensor, torch.Tensor):
             raise LayoutError(f"expected tensors, found {type(tensor).__name__}")
+        if tensor.device.type == "meta":
+            raise LayoutError("a tensor on the meta device has no memory to move")
     return listed
 
 
 def _attention(layer: LayerCache, blocks: int) -> list[Part]:
-    return _parts_of_tensors(layer, blocks, layer.block_dim)
+    return _parts_of_tensors(layer, blocks)
 
 
 def _state(layer: LayerCache, blocks: int) -> list[Part]:
-    return _parts_of_tensors(layer, blocks, layer.block_dim or 0)
+    # A slot of state is one row: kernels do not divide it.
+    return _parts_of_tensors(
+        replace(layer, block_dim=layer.block_dim or 0, rows_per_block=layer.rows_per_block or 1),
+        blocks,
+    )
 
 
-def _parts_of_tensors(layer: LayerCache, blocks: int, block_dim: int | None) -> list[Part]:
+def _parts_of_tensors(layer: LayerCache, blocks: int) -> list[Part]:
     tensors = _tensors(layer)
-    padded = layer.padded_page_bytes
-    # One tensor's bytes per block are known only where it is the only one.
-    known = (padded or layer.page_bytes) if len(tensors) == 1 else None
+    real, padded = layer.page_bytes, layer.padded_page_bytes
+    rows = layer.rows_per_block
+    alone = len(tensors) == 1
+    if not alone and rows is None and real is not None:
+        # What is known of them together: each has as many rows per block.
+        of_a_row = sum(
+            part.page_bytes
+            for tensor in tensors
+            for part in parts_of(tensor, blocks, block_dim=layer.block_dim, rows_per_block=1)
+        )
+        rows = real // of_a_row if of_a_row and real % of_a_row == 0 else None
     parts = [
         replace(part, source=source)
         for source, tensor in enumerate(tensors)
         for part in parts_of(
             tensor,
             blocks,
-            block_dim=block_dim,
-            rows_per_block=layer.rows_per_block,
-            block_bytes=known,
+            block_dim=layer.block_dim,
+            rows_per_block=rows,
+            block_bytes=real if alone else None,
+            padded_bytes=padded if alone else None,
         )
     ]
-    if len(parts) == 1 and layer.page_bytes is not None:
-        parts = [replace(parts[0], real_bytes=layer.page_bytes)]
+    held = sum(part.page_bytes for part in parts)
+    if real is not None and (real > held or (real < held and len(parts) > 1)) and parts:
+        raise LayoutError(
+            f"page_bytes {real} is declared, but a block holds {held} bytes in {len(parts)} parts"
+        )
+    if len(parts) == 1 and real is not None:
+        parts = [replace(parts[0], real_bytes=real)]
     if parts and padded is not None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        parts = _pad(parts, padded, layer.page_bytes, blocks, len(storages) == 1)
+        parts = _pad(parts, padded, real, blocks, len(storages) == 1)
     return parts
 
 
@@ -250,6 +280,7 @@ def parts_of(
     block_dim: int | None = None,
     rows_per_block: int | None = None,
     block_bytes: int | None = None,
+    padded_bytes: int | None = None,
 ) -> list[Part]:
     """The parts of one tensor.
 
@@ -258,7 +289,8 @@ def parts_of(
         blocks: of the engine's configuration.
         block_dim: that dimension, where it cannot be told.
         rows_per_block: how many of its rows make one block, where it cannot be told.
-        block_bytes: bytes that one block occupies in this tensor, where they are known.
+        block_bytes: real bytes of one block in this tensor, where they are known.
+        padded_bytes: bytes that one block occupies in it, where they are known.
 
     Raises:
         LayoutError: there is no such dimension, or a block is in too many pieces.
@@ -279,6 +311,10 @@ def parts_of(
     while others and others[0][0] == run:
         run *= others.pop(0)[1]
     repeats = math.prod(count for _, count in others)
+    if block_bytes is None and padded_bytes is not None and rows_per_block is None:
+        # A row occupies its stride, once for each part that lies further out.
+        occupied = row_stride * math.prod(count for stride, count in others if stride > row_stride)
+        rows_per_block = padded_bytes // occupied if occupied <= padded_bytes else None
     rows = _rows_per_block(shape, dim, blocks, rows_per_block, block_bytes, run * repeats)
     adjacent = row_stride == run or rows == 1
     pieces = repeats if adjacent else repeats * rows
@@ -324,21 +360,26 @@ def _block_dim(
         raise LayoutError(
             f"no dimension of shape {shape} counts {needed} rows of blocks; declare block_dim"
         )
-    first = fits[0]
-    # What else could count blocks: the dimension behind, if it has exactly as many rows; or any
-    # behind a leading 2, which may be keys and values just as well as two blocks.
-    exact = [d for d in fits if shape[d] == needed and d <= first + 1]
+    exact = [d for d in fits if shape[d] == needed]
     if needed == 1 and exact:
         return exact[0]
-    rivals = [d for d in exact if d != first]
-    if first == 0 and shape[0] == 2 and len(shape) > 2 and shape[1] >= needed:
-        rivals.append(1)
-    if rivals:
+    # One that has exactly as many rows is meant, unless one before it could be, too; so could any
+    # behind a leading 2, which may be keys and values just as well as two blocks.
+    plausible = [d for d in fits if _counts(shape[d], needed)] or fits
+    if len(exact) == 1 and exact[0] == plausible[0] and not (exact[0] == 0 and shape[0] == 2):
+        return exact[0]
+    if len(plausible) > 1:
+        first, second = plausible[:2]
         raise AmbiguousLayoutError(
-            f"shape {shape} can have its {blocks} blocks in dimension {first} or {rivals[0]}; "
-            f"declare block_dim={first} or block_dim={rivals[0]}"
+            f"shape {shape} can have its {blocks} blocks in dimension {first} or {second}; "
+            f"declare block_dim={first} or block_dim={second}"
         )
-    return first
+    return plausible[0]
+
+
+def _counts(rows: int, needed: int) -> bool:
+    """So many rows are blocks, with some to spare, or blocks of several rows."""
+    return rows < 2 * needed or rows % needed == 0
 
 
 def _rows_per_block(
@@ -357,11 +398,15 @@ def _rows_per_block(
                 f"{declared}"
             )
         return declared
+    if block_bytes is not None and block_bytes % row_bytes == 0:
+        if block_bytes // row_bytes * blocks <= rows:
+            return block_bytes // row_bytes
+        raise LayoutError(
+            f"dimension {dim} of shape {shape} has {rows} rows of {row_bytes} bytes, which are "
+            f"not {blocks} blocks of {block_bytes} bytes"
+        )
     if rows < 2 * blocks:
         return 1
-    if block_bytes is not None and row_bytes <= block_bytes:
-        # Padding is less than a row of a kernel's block, or it would be a row more.
-        return min(block_bytes // row_bytes, rows // blocks)
     if rows % blocks == 0 and blocks > 1:
         return rows // blocks
     raise AmbiguousLayoutError(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -50,9 +50,9 @@ from kvoffload.core.specs import IntArray, LoadStoreSpec
 logger = logging.getLogger(__name__)
 
 LAUNCHED_PER_LANE = 128
-"""Jobs that are on a lane's stream at a time. Enqueuing blocks when a stream is full, which device
-streams are at about 1,000 pieces of work; a job takes up to seven (three waits, two events, the
-copy, and one to spare)."""
+"""Jobs that are on a lane's stream at a time; more wait on the host, where they cost nothing."""
+WORK_PER_JOB = 5
+"""Pieces of work that a job puts onto its stream beside its copies: three waits, two events."""
 KEPT_EVENTS = 4 * LAUNCHED_PER_LANE
 """Idle events kept for later."""
 POLL_SECONDS = 0.001
@@ -73,12 +73,11 @@ CURRENT_STREAM: Final = CurrentStream.TOKEN
 
 After: TypeAlias = Event | CurrentStream | None
 """What a transfer starts after: the caller's stream as it is now, an event recorded earlier (which
-makes a call from another thread safe), or None, by which the caller says that nothing needs waiting
-for."""
+makes a call from another thread safe; one that was never recorded counts as reached), or None, by
+which the caller says that nothing needs waiting for."""
 
 
-@dataclass(frozen=True)
-class EngineUsage:
+class EngineUsage(NamedTuple):
     """What a transfer engine holds; all but the last are 0 when it is idle.
 
     Attributes:
@@ -136,6 +135,7 @@ class _Job:
     previous: _Job | None
     after: Event | None = None
     owns_mark: bool = False
+    work: int = 0  # pieces of it on the stream
     dependencies: list[int] = field(default_factory=list)
     error: TransferError | None = None
     state: _State = _State.WAITING
@@ -143,6 +143,7 @@ class _Job:
     end: Event | None = None
     held: list[Any] = field(default_factory=list)
     cancelled: bool = False
+    waiters: int = 0  # threads that wait for its end outside of the lock
     reported: bool = False
 
     def keep(self, value: Any) -> Any:
@@ -159,6 +160,7 @@ class _Lane:
     jobs: collections.deque[_Job] = field(default_factory=collections.deque)
     waiting: collections.deque[_Job] = field(default_factory=collections.deque)
     results: list[tuple[_Job, TransferResult]] = field(default_factory=list)
+    work: int = 0  # pieces of it on the stream, at most
 
     @property
     def launched(self) -> int:
@@ -220,8 +222,20 @@ class TransferEngine:
             raise ConfigurationError(
                 f"the caches are on {caches.device}, but the backend serves {backend.device}"
             )
-        if job_deadline is not None and not job_deadline > 0:
-            raise ConfigurationError(f"job_deadline must be positive, not {job_deadline}")
+        if job_deadline is not None and not (_is_number(job_deadline) and job_deadline > 0):
+            raise ConfigurationError(f"job_deadline must be positive, not {job_deadline!r}")
+        blocks = min(entry.tensor.shape[0] for entry in caches.tensors)
+        for name, value, end in (
+            ("null_block", null_block, blocks),
+            ("longest_request", longest_request, None),
+            ("numa_node", numa_node, None),
+        ):
+            if value is not None and not _is_whole(value, end):
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least 0"
+                    + (f" and below {end}" if end is not None else "")
+                    + f", not {value!r}"
+                )
         budget = parse_bytes(host_bytes, "host_bytes")
         check_available(budget, "a host budget")
         if host_order is not None and not isinstance(host_order, HostOrder):
@@ -237,9 +251,9 @@ class TransferEngine:
             groups,
             factor=block_size_factor,
             order=host_order or backend.capabilities.host_order,
-            tokens_per_block=[tokens_per_block] * len(groups)
-            if isinstance(tokens_per_block, int)
-            else tokens_per_block,
+            tokens_per_block=tokens_per_block
+            if tokens_per_block is None or isinstance(tokens_per_block, Sequence)
+            else [tokens_per_block] * len(groups),
         )
         self.backend = backend
         self.caches = caches
@@ -301,10 +315,12 @@ class TransferEngine:
         if isinstance(job_id, bool) or not isinstance(job_id, int | np.integer):
             raise SpecError(f"a job id is an integer, not {job_id!r}")
         job_id = int(job_id)
+        self._check_process()
         if not (after is None or after is CURRENT_STREAM or hasattr(after, "synchronize")):
             raise SpecError(f"after must be an event, CURRENT_STREAM or None, not {after!r}")
         with self._lock:
-            self._check_usable()
+            if self._closed:
+                raise ClosedError("the transfer engine was shut down")
             if job_id in self._in_flight:
                 raise DuplicateJobError(f"job {job_id} is in flight")
             if after is CURRENT_STREAM and self.backend.is_capturing():
@@ -316,19 +332,26 @@ class TransferEngine:
             )
             reads, writes = plan.resources()
             self._check_withheld(reads, writes)
-            job = self._new_job(job_id, plan, (src.medium(), dst.medium()), reads)
-            if len(reads):
-                self._enqueue(job, after, reads, writes)
-            else:
-                self._end(job)
+            job = self._new_job(job_id, plan, (src.medium(), dst.medium()), reads, writes)
+            try:
+                self._publish(job)
+                if not len(reads):
+                    self._end(job)
+                    return
+                self._order.add(job.lane.index, job.number, reads, writes)
+                self._mark(job, after)
+                self._launch_waiting()
+            except BaseException:
+                # Interrupted: what has not begun will not, and what has ends as any other.
+                if job.state is _State.WAITING:
+                    job.error = job.error or SubmitError("the submission was interrupted")
+                raise
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ForkedError(
                 f"this engine belongs to process {self._process}; make one in this process"
             )
-        if self._closed:
-            raise ClosedError("the transfer engine was shut down")
 
     def _check_withheld(self, reads: IntArray, writes: IntArray) -> None:
         for job in self._withheld:
@@ -339,14 +362,18 @@ class TransferEngine:
                 )
 
     def _new_job(
-        self, job_id: int, plan: CopyPlan, transfer_type: tuple[str, str], reads: IntArray
+        self,
+        job_id: int,
+        plan: CopyPlan,
+        transfer_type: tuple[str, str],
+        reads: IntArray,
+        writes: IntArray,
     ) -> _Job:
         lane = self._lanes[plan.lane]
         suspects = self._suspects(reads)
         settled = all(job.state is _State.ENDED for job in suspects)
-        self._newest += 1
-        job = _Job(
-            number=self._newest,
+        return _Job(
+            number=self._newest + 1,
             job_id=job_id,
             plan=replace(plan, settled=settled),
             lane=lane,
@@ -354,9 +381,19 @@ class TransferEngine:
             submitted=self._clock(),
             suspects=suspects,
             previous=lane.jobs[-1] if lane.jobs else None,
+            dependencies=self._order.dependencies(lane.index, reads, writes),
         )
-        self._in_flight[job_id] = self._unreported[job.number] = job
-        return job
+
+    def _publish(self, job: _Job) -> None:
+        """From here on the job exists: plain assignments, the one that makes it known the last."""
+        self._newest = job.number
+        self._unreported[job.number] = job
+        if len(job.plan.src_units):
+            _busy.add(self)
+            self._running[job.number] = job
+            job.lane.jobs.append(job)
+            job.lane.waiting.append(job)
+        self._in_flight[job.job_id] = job
 
     def _suspects(self, reads: IntArray) -> list[_Job]:
         """Jobs that write what is read, and that may have failed without the caller knowing."""
@@ -366,27 +403,17 @@ class TransferEngine:
         numbers = self._order.writers(reads, since=oldest - 1)
         return [self._unreported[number] for number in numbers if number in self._unreported]
 
-    def _enqueue(self, job: _Job, after: After, reads: IntArray, writes: IntArray) -> None:
-        lane = job.lane
-        job.dependencies = self._order.dependencies(lane.index, reads, writes)
-        self._order.add(lane.index, job.number, reads, writes)
-        self._running[job.number] = job
-        _busy.add(self)
-        lane.jobs.append(job)
-        lane.waiting.append(job)
+    def _mark(self, job: _Job, after: After) -> None:
+        """Note what the job starts after."""
+        if after is not CURRENT_STREAM:
+            job.after = after
+            return
         try:
-            if after is CURRENT_STREAM:
-                job.after = self._event()
-                job.owns_mark = True
-                self.backend.current_stream().record_event(job.after)
-            else:
-                job.after = after
+            mark = self._event()
+            self.backend.current_stream().record_event(mark)
+            job.after, job.owns_mark = mark, True
         except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
             job.error = _wrap(SubmitError, "marking the caller's stream failed", error)
-        except BaseException:
-            job.error = SubmitError("the submission was interrupted")
-            raise
-        self._launch_waiting()
 
     def _event(self) -> Event:
         return self._free_events.pop() if self._free_events else self.backend.new_event()
@@ -401,15 +428,31 @@ class TransferEngine:
         while progress:
             progress = False
             for lane in self._lanes.values():
-                while lane.waiting and (
-                    lane.launched < LAUNCHED_PER_LANE or lane.waiting[0].number <= up_to
-                ):
+                while lane.waiting:
                     job = lane.waiting[0]
+                    if job.number > up_to and not self._has_room(lane, job):
+                        break
                     if any(self._is_waiting(number) for number in job.dependencies):
                         break
                     lane.waiting.popleft()
                     self._launch(job)
                     progress = True
+
+    def _has_room(self, lane: _Lane, job: _Job) -> bool:
+        """Enqueuing the job would not block; one that is alone has all the room there is."""
+        depth = self.backend.capabilities.queue_depth
+        if depth is not None and lane.work and lane.work + self._work_of(job) > depth:
+            return False
+        return lane.launched < LAUNCHED_PER_LANE
+
+    def _work_of(self, job: _Job) -> int:
+        """Pieces of work that the job takes at most, if none of its pages are adjacent."""
+        capabilities = self.backend.capabilities
+        if not capabilities.batch_copy:
+            return WORK_PER_JOB + job.plan.most_copies
+        if capabilities.max_batch is None:
+            return WORK_PER_JOB + 1
+        return WORK_PER_JOB + -(-job.plan.most_copies // capabilities.max_batch)
 
     def _is_waiting(self, number: int) -> bool:
         job = self._running.get(number)
@@ -419,19 +462,22 @@ class TransferEngine:
         job.state = _State.LAUNCHED
         if job.error is not None or job.cancelled:
             return
+        job.work = self._work_of(job)
+        job.lane.work += job.work
         # A job has failed until its launch is complete: no interruption makes it a success.
         job.error = SubmitError("the launch was interrupted")
         stream = job.lane.stream
         try:
             self._order_after(job, stream)
+            # Both before anything is enqueued: a copy always has an end that can be asked for.
+            job.start, end = self._event(), self._event()
             # After the waits, so that the seconds between start and end are the copy's own.
-            job.start = self._event()
             stream.record_event(job.start)
             try:
                 self.backend.swap_blocks(job.plan, stream, job.keep)
             finally:
                 # Also after a failure: part of the copy may be running, and the job ends after it.
-                job.end = self._record_end(stream)
+                self._record_end(job, stream, end)
             job.error = None
         except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
             job.error = _wrap(SubmitError, "enqueuing the copy failed", error)
@@ -451,22 +497,37 @@ class TransferEngine:
             if other is not None and other.end is not None:
                 stream.wait_event(other.end)
 
-    def _record_end(self, stream: Stream) -> Event:
-        event = self._event()
+    def _record_end(self, job: _Job, stream: Stream, end: Event) -> None:
         try:
-            stream.record_event(event)
+            stream.record_event(end)
         except Exception:  # noqa: BLE001 - a vendor's code may raise anything
             # Perhaps it was the event. If not, the device is gone, and runs nothing any more.
-            event = self.backend.new_event()
-            stream.record_event(event)
-        return event
+            end = self.backend.new_event()
+            stream.record_event(end)
+        except BaseException:
+            # Interrupted, perhaps before it was recorded: once more does no harm.
+            stream.record_event(end)
+            job.end = end
+            raise
+        job.end = end
 
-    def finished(self, lane: Lane) -> list[TransferResult]:
-        """Results of the lane's jobs that ended since the last call; never waits."""
+    def finished(self, lane: Lane | None = None) -> list[TransferResult]:
+        """Results of the jobs that ended since the last call; never waits.
+
+        Args:
+            lane: only of this direction; the results of others are kept.
+
+        Raises:
+            ForkedError: in another process than the one that made the engine; as for all else that
+                asks about jobs.
+        """
+        self._check_process()
         with self._lock:
             self._collect()
-            mine = self._lanes[lane]
-            results, mine.results = mine.results, []
+            results = []
+            for each in self._lanes.values() if lane is None else [self._lanes[lane]]:
+                results += each.results
+                each.results = []
             for job, _ in results:
                 del self._unreported[job.number]
             return [result for _, result in results]
@@ -515,12 +576,15 @@ class TransferEngine:
         job.state = _State.ENDED
         if job.error is None:
             # The events of a failed job may carry its error into the next one: let them go.
-            self._free_events += [event for event in (job.start, job.end) if event is not None]
+            events = (job.start, None if job.waiters else job.end)
+            self._free_events += [event for event in events if event is not None]
             del self._free_events[KEPT_EVENTS:]
         job.held.clear()
         job.suspects.clear()
         job.previous = job.after = job.start = job.end = None
         job.plan.release()
+        job.lane.work -= job.work
+        job.work = 0
         self._running.pop(job.number, None)
         if job in self._withheld:
             self._withheld.remove(job)
@@ -582,6 +646,7 @@ class TransferEngine:
         One that is on its stream already runs to its end: its blocks are free with its result, and
         not before. Ids that are not in flight are ignored.
         """
+        self._check_process()
         with self._lock:
             for job_id in job_ids:
                 if job_id in self._in_flight:
@@ -593,25 +658,38 @@ class TransferEngine:
         With a deadline, a job that stalls has ended when it is reported. Ids that are not in
         flight are ignored.
         """
+        self._check_process()
         for job_id in job_ids:
-            while (job := self._next_to_end(job_id)) is not None and job.end is not None:
-                if self._deadline is not None:
-                    time.sleep(POLL_SECONDS)
-                    continue
+            while (job := self._next_to_end(job_id)) is not None:
                 try:
-                    job.end.synchronize()
+                    if self._deadline is not None:
+                        time.sleep(POLL_SECONDS)
+                    elif job.end is not None:
+                        job.end.synchronize()
                 except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
                     self._could_not_wait(job, error)
+                finally:
+                    job.waiters -= 1
 
     def _next_to_end(self, job_id: int) -> _Job | None:
-        """What to wait for next until the job has ended; None when it has."""
+        """The job to wait for next until this one has ended; None when it has.
+
+        Its end is not used for another job until its ``waiters`` are gone.
+        """
         with self._lock:
             self._collect()
             job = self._in_flight.get(job_id)
-            if job is None or job.end is not None:
-                return job
-            # It waits for room, or for another that does: the oldest running job goes first.
-            return next((each for each in self._running.values() if each.end is not None), None)
+            while job is not None and job.end is None:
+                # It waits for room, or for another that does: the oldest running job goes first.
+                running = next((r for r in self._running.values() if r.end is not None), None)
+                if running is not None:
+                    job = running
+                    break
+                self._collect()
+                job = self._in_flight.get(job_id)
+            if job is not None:
+                job.waiters += 1
+            return job
 
     def _could_not_wait(self, job: _Job, error: Exception) -> None:
         """Mostly the error is the job's own, and ends it. If it has not, nobody waits for ever."""
@@ -629,6 +707,7 @@ class TransferEngine:
         Raises:
             CopyError: the device refused.
         """
+        self._check_process()
         with self._lock:
             jobs = [self._in_flight[i] for i in job_ids if i in self._in_flight]
             if not jobs:
@@ -660,11 +739,19 @@ class TransferEngine:
             )
 
     def reset(self) -> None:
-        """Cancel all jobs, and block until nothing of them runs any more."""
+        """Cancel all jobs, and block until nothing of them runs any more.
+
+        Raises:
+            StalledError: some passed their deadline, and may still be running.
+        """
+        self._check_process()
         with self._lock:
             jobs = list(self._in_flight)
             self.cancel(jobs)
         self.wait(jobs)
+        with self._lock:
+            if self._withheld:
+                raise StalledError(f"{len(self._withheld)} transfers have not stopped")
 
     def unregister(self, timeout: float | None = None) -> None:
         """Wait for all jobs, let go of the caches, and give host memory back. Works twice.
@@ -675,27 +762,29 @@ class TransferEngine:
 
         Args:
             timeout: seconds to wait; what runs then is reported as stalled, and host memory stays
-                allocated for it. By default as long as it takes.
+                allocated for it. By default as long as it takes, but not for what was reported as
+                stalled before.
         """
         self._unregister(timeout)
 
     def _unregister(self, timeout: float | None) -> bool:
         """Whether nothing runs any more."""
+        if timeout is not None and (isinstance(timeout, bool) or not _is_number(timeout)):
+            raise ConfigurationError(f"timeout must be a number of seconds, not {timeout!r}")
         if os.getpid() != self._process:
             return False  # the parent's jobs are the parent's to end
-        with self._closing:
-            with self._lock:
-                self._closed = True
-            self._drain(timeout)
-            with self._lock:
-                self._collect()
-                self._free_events.clear()
-                if self._running:
-                    logger.error(
-                        "%d transfers have not stopped; host memory stays allocated for them",
-                        len(self._running),
-                    )
-                    return False
+        with self._lock:
+            self._closed = True
+        self._drain(timeout)
+        with self._closing, self._lock:
+            self._collect()
+            self._free_events.clear()
+            if self._running:
+                logger.error(
+                    "%d transfers have not stopped; host memory stays allocated for them",
+                    len(self._running),
+                )
+                return False
             if not self._let_go:
                 self._let_go = True
                 try:
@@ -710,15 +799,17 @@ class TransferEngine:
             self.wait(self.in_flight)
             return
         end = time.monotonic() + timeout
-        while self.in_flight:
+        while True:
             with self._lock:
                 self._collect()
+                if not self._running:
+                    return
                 if time.monotonic() >= end:
                     for job in list(self._in_flight.values()):
                         self._give_up(job, f"job {job.job_id} ran when the engine was shut down")
                     self._collect()
                     return
-            time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0)))
+            time.sleep(POLL_SECONDS)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """:meth:`unregister`, and close the backend. Works twice."""
@@ -729,6 +820,21 @@ class TransferEngine:
             raise
         if quiet:
             self.backend.close()
+
+
+def _is_number(value: object) -> bool:
+    """At least 0, and not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _is_whole(value: object, end: int | None) -> bool:
+    """A whole number from 0 to below ``end``."""
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value >= 0
+        and (end is None or value < end)
+    )
 
 
 def _log_capacity(host: HostPool, longest_request: int | None) -> None:
@@ -782,12 +888,3 @@ def _wrap(kind: type[TransferError], what: str, error: Exception) -> TransferErr
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-__all__ = [
-    "After",
-    "CURRENT_STREAM",
-    "CurrentStream",
-    "TransferEngine",
-    "TransferResult",
-]

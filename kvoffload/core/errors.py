@@ -5,7 +5,7 @@ Three families tell a caller what to do:
 * :class:`ConfigurationError`, :class:`SpecError`: the arguments are wrong. Raised at once; nothing
   was started. Both are also ``ValueError``.
 * :class:`TransferError`: a job that was accepted has failed. Never raised by the engine; it is the
-  ``error`` of a :class:`~kvoffload.core.handler.TransferResult`.
+  ``error`` of a :class:`~kvoffload.core.engine.TransferResult`.
 * :class:`BackendError`: a backend could not be found, chosen or used.
 
 :class:`StateError` (and ``RuntimeError``) says that the object is not in a state to do this now.

@@ -63,20 +63,11 @@ class OffloadingHandler(ABC):
         """
 
 
-_MEDIA = {
-    Lane.STORE: ("device", "host"),
-    Lane.LOAD: ("host", "device"),
-    Lane.COPY: ("device", "device"),
-}
+class EngineOffloadingHandler(OffloadingHandler):
+    """All directions of a :class:`TransferEngine`."""
 
-
-class SingleDirectionOffloadingHandler(OffloadingHandler):
-    """One lane of a :class:`TransferEngine`: only stores, only loads, or only copies."""
-
-    def __init__(self, engine: TransferEngine, lane: Lane) -> None:
+    def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._lane = lane
-        self._media = _MEDIA[lane]
 
     def transfer_async(
         self,
@@ -85,18 +76,11 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         *,
         after: After = CURRENT_STREAM,
     ) -> bool:
-        src, dst = spec
-        media = (src.medium(), dst.medium())
-        if media != self._media:
-            raise UnroutableError(
-                f"this handler moves {self._media[0]} → {self._media[1]}, "
-                f"not {media[0]} → {media[1]}"
-            )
-        self._engine.submit(job_id, src, dst, after=after)
+        self._engine.submit(job_id, *spec, after=after)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        return self._engine.finished(self._lane)
+        return self._engine.finished()
 
     def wait(self, job_ids: Iterable[int]) -> None:
         self._engine.wait(job_ids)
@@ -109,3 +93,29 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._engine.shutdown(timeout)
+
+
+class SingleDirectionOffloadingHandler(EngineOffloadingHandler):
+    """One direction of a :class:`TransferEngine`: only stores, only loads, or only copies."""
+
+    def __init__(self, engine: TransferEngine, lane: Lane) -> None:
+        super().__init__(engine)
+        self._lane = lane
+
+    def transfer_async(
+        self,
+        job_id: int,
+        spec: tuple[LoadStoreSpec, LoadStoreSpec],
+        *,
+        after: After = CURRENT_STREAM,
+    ) -> bool:
+        src, dst = spec
+        if (src.medium(), dst.medium()) != self._lane.media:
+            raise UnroutableError(
+                f"this handler moves {' → '.join(self._lane.media)}, "
+                f"not {src.medium()} → {dst.medium()}"
+            )
+        return super().transfer_async(job_id, spec, after=after)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._engine.finished(self._lane)

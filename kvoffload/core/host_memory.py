@@ -56,11 +56,14 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
 def _cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     """Every memory limit of the process's control groups and of those above them."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, group = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, group = rest.partition(":")
+        if not colon:
+            continue
         if controllers == "":
             top, file = root / "sys/fs/cgroup", "memory.max"
         elif "memory" in controllers.split(","):
@@ -71,9 +74,9 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, int]]:
         for folder in (here, *here.parents):
             try:
                 text = (folder / file).read_text().strip()
-            except OSError:
+            except (OSError, UnicodeDecodeError):
                 text = "max"
-            if text.isdigit():
+            if text.isascii() and text.isdigit():
                 yield folder / file, int(text)
             if folder == top:
                 break

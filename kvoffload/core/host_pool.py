@@ -92,7 +92,10 @@ class HostLayout:
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
             raise ConfigurationError(f"block_size_factor must be at least 1, not {factor!r}")
         per_block = [1] * len(groups) if tokens_per_block is None else list(tokens_per_block)
-        if len(per_block) != len(groups) or min(per_block) < 1:
+        if len(per_block) != len(groups) or any(
+            isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1
+            for tokens in per_block
+        ):
             raise ConfigurationError(
                 f"tokens_per_block must be positive for each of {len(groups)} groups, "
                 f"not {tokens_per_block}"
@@ -159,7 +162,14 @@ def _divide(budget: int, chunk_bytes: Sequence[int], demand: Sequence[Fraction])
             (i for i in range(len(chunks)) if chunks[i] > 1), key=lambda i: chunks[i] / demand[i]
         )
         chunks[richest] -= min(-(-over // chunk_bytes[richest]), chunks[richest] - 1)
-    return chunks
+    # What rounding left over goes to the pool that is full first, as long as it is enough.
+    left = -over
+    while True:
+        fullest = min(range(len(chunks)), key=lambda i: chunks[i] / demand[i])
+        if chunk_bytes[fullest] > left:
+            return chunks
+        chunks[fullest] += 1
+        left -= chunk_bytes[fullest]
 
 
 class HostPool:

@@ -12,3 +12,12 @@ class Lane(Enum):
     LOAD = "load"
     COPY = "copy"
     """From device blocks to device blocks."""
+
+    @property
+    def media(self) -> tuple[str, str]:
+        """Where its jobs come from and where they go."""
+        return {
+            Lane.STORE: ("device", "host"),
+            Lane.LOAD: ("host", "device"),
+            Lane.COPY: ("device", "device"),
+        }[self]

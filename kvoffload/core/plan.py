@@ -115,6 +115,11 @@ class Geometry:
         return np.array([int(self.page_bytes[t].sum()) for t in self.groups], dtype=np.int64)
 
     @functools.cached_property
+    def group_tensors(self) -> IntArray:
+        """int64[groups], tensors of each group."""
+        return np.array([len(tensors) for tensors in self.groups], dtype=np.int64)
+
+    @functools.cached_property
     def pool_of_group(self) -> IntArray:
         """int64[groups]: groups with the same number share tensors, and so share block ids."""
         return pools_of(self.groups)
@@ -316,6 +321,11 @@ class CopyPlan:
             self.geometry.resources(self.dst, self.dst_units, sizes),
         )
 
+    @property
+    def most_copies(self) -> int:
+        """How many copies it takes at most: one per pair and tensor."""
+        return int(np.diff(self.bounds) @ self.geometry.group_tensors)
+
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes the job moves, padding included."""
@@ -466,7 +476,7 @@ def plan_transfer(
     _check_ids(geometry, geometry.device, blocks, sizes, destination=not store)
     _check_ids(geometry, geometry.host, host.block_ids, touched, destination=store)
 
-    host_units = chunk_units(host.block_ids, sizes, first, factor)
+    host_units = chunk_units(host.block_ids, touched, sizes, first, factor)
     pieces = geometry.device.factor
     if pieces > 1:
         blocks = expand_block_ids(blocks, pieces)

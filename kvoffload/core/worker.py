@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from kvoffload.core.backend import Backend, HostOrder
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import ConfigurationError, SpecError, StateError, UnroutableError
-from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
+from kvoffload.core.handler import EngineOffloadingHandler, OffloadingHandler
 from kvoffload.core.host_pool import HostCapacity
 from kvoffload.core.kv_caches import CanonicalKVCaches
-from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 
 
@@ -72,12 +71,13 @@ class OffloadingWorker:
         )
         worker = cls()
         worker.engine = engine
-        for lane, src, dst in (
-            (Lane.STORE, DeviceLoadStoreSpec, HostLoadStoreSpec),
-            (Lane.LOAD, HostLoadStoreSpec, DeviceLoadStoreSpec),
-            (Lane.COPY, DeviceLoadStoreSpec, DeviceLoadStoreSpec),
+        handler = EngineOffloadingHandler(engine)
+        for src, dst in (
+            (DeviceLoadStoreSpec, HostLoadStoreSpec),
+            (HostLoadStoreSpec, DeviceLoadStoreSpec),
+            (DeviceLoadStoreSpec, DeviceLoadStoreSpec),
         ):
-            worker.register_handler(src, dst, SingleDirectionOffloadingHandler(engine, lane))
+            worker.register_handler(src, dst, handler)
         return worker
 
     def register_handler(

@@ -65,7 +65,8 @@ class LRUPolicy:
     transfers end: with each, its whole prefix is as recent as the call. What a request itself has
     used is evicted for it only when nothing else is left.
 
-    Calls cost O(1) per key they name, and O(log requests) per victim.
+    Calls cost O(1) per key they name. A victim costs O(log requests), and the keys in use that lie
+    behind it in the prefix of its own request.
     """
 
     def __init__(self) -> None:

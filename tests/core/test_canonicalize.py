@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,11 +136,11 @@ def test_chunk_ids_fit_every_tensor_and_the_budget_B02() -> None:
     caches = register(9, [{"a": LayerCache(tensors[0])}, {"b": LayerCache(tensors[1])}])
     worker = OffloadingWorker.for_caches(CpuBackend(), caches, host_bytes=1999)
     try:
-        assert worker.num_chunks == [6, 6]
+        assert worker.num_chunks == [7, 6]
         engine = worker.engine
         assert engine is not None
-        assert engine.host.memory.nbytes == 1800
-        assert engine.geometry.host.count.tolist() == [6, 6]
+        assert engine.host.memory.nbytes == 1900
+        assert engine.geometry.host.count.tolist() == [7, 6]
     finally:
         worker.shutdown()
 
@@ -240,6 +241,11 @@ def test_the_block_dimension_does_not_depend_on_the_dtype_B09(
         ((2, 3, 8), 1, "block_dim=0 or block_dim=1"),
         ((7, 8), 3, "rows_per_block"),
         ((5, 8), 1, "rows_per_block"),
+        ((2, 8, 6, 16, 64), 5, "block_dim=1 or block_dim=2"),
+        ((8, 5, 16, 64), 4, "block_dim=0 or block_dim=1"),
+        ((32, 17, 16, 64), 16, "block_dim=0 or block_dim=1"),
+        ((4, 3, 16, 64), 2, "block_dim=0 or block_dim=1"),
+        ((8, 8, 16, 64), 4, "block_dim=0 or block_dim=1"),
     ],
 )
 def test_what_cannot_be_told_must_be_declared(
@@ -332,7 +338,7 @@ def test_attention_and_recurrent_layers_register_together_B18() -> None:
 def test_every_buffer_of_a_slot_is_listed_and_moved_B15(rng: np.random.Generator) -> None:
     slots = 5
     pool = [
-        torch.zeros(slots, 102, 9),
+        torch.zeros(slots, 10240, 9),
         torch.zeros(slots, 2, dtype=torch.int64),
         torch.zeros(slots, 7, dtype=torch.bfloat16),
     ]
@@ -462,6 +468,56 @@ def test_a_dimension_may_have_spare_blocks_or_smaller_kernel_blocks_S1_3_S3_8() 
     assert shapes(register(n, [{"a": LayerCache(padded)}])) == [(32, 80, 0), (32, 80, 40)]
 
 
+def strided(rows: int, width: int, stride: int) -> torch.Tensor:
+    return torch.zeros(rows * stride, dtype=torch.uint8).as_strided((rows, width), (stride, 1))
+
+
+def test_rows_per_block_follow_from_the_bytes_that_are_declared() -> None:
+    # Padding lies between rows: one row a block, and as many to spare.
+    spare = LayerCache(strided(64, 512, 1024), page_bytes=512, padded_page_bytes=1024)
+    assert shapes(register(32, [{"a": spare}])) == [(1024, 1024, 0)]
+    one = LayerCache(strided(2, 512, 1024), page_bytes=512, padded_page_bytes=1024)
+    assert shapes(register(1, [{"a": one}])) == [(1024, 1024, 0)]
+    # Two kernel rows a block, each with padding, and two rows to spare.
+    kernel = LayerCache(strided(6, 512, 1024), page_bytes=1024, padded_page_bytes=2048)
+    assert shapes(register(2, [{"a": kernel}])) == [(2048, 2048, 0)]
+    only_padded = LayerCache(strided(6, 512, 1024), padded_page_bytes=2048)
+    assert shapes(register(2, [{"a": only_padded}])) == [(2048, 2048, 0)]
+    outer = LayerCache(torch.zeros(2, 8, 64, dtype=torch.uint8), padded_page_bytes=256)
+    assert shapes(register(4, [{"a": outer}])) == [(128, 128, 0), (128, 128, 512)]
+    # Token slots in K and V pools, a page of them spare.
+    pools = LayerCache([torch.zeros(80, 2, 8, dtype=torch.bfloat16) for _ in "KV"], page_bytes=1024)
+    assert shapes(register(4, [{"a": pools}])) == [(512, 512, 0)] * 2
+    # A slot of state is one row, however many are spare.
+    state = LayerCache(torch.zeros(8, 16, dtype=torch.uint8), kind="state")
+    assert shapes(register(4, [{"a": state}])) == [(16, 16, 0)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (LayerCache(torch.zeros(2, 4, 8), page_bytes=7), "page_bytes 7"),
+        (LayerCache(torch.zeros(4, 8), page_bytes=64), "4 blocks of 64 bytes"),
+        (LayerCache(torch.zeros(4, 8), page_bytes=33), "page_bytes 33"),
+        (LayerCache(torch.zeros(4, 8), block_dim="x"), "block_dim"),  # type: ignore[arg-type]
+        (LayerCache(torch.zeros(4, 8), block_dim=True), "block_dim"),
+        (LayerCache(torch.zeros(4, 8), rows_per_block=2.0), "rows_per"),  # type: ignore[arg-type]
+        (LayerCache(torch.zeros(4, 8), padded_page_bytes=32.0), "padded"),  # type: ignore[arg-type]
+        (LayerCache(None), "found NoneType"),  # type: ignore[arg-type]
+        (LayerCache(torch.zeros(4, 8, device="meta")), "meta"),
+        (torch.zeros(4, 8), "found Tensor"),
+    ],
+)
+def test_declarations_that_contradict_the_tensors_are_refused(layer: LayerCache, says: str) -> None:
+    with pytest.raises(LayoutError, match=f"'odd'.*{says}"):
+        register(4, [{"odd": layer}])
+
+
+def test_a_group_is_a_list_of_names() -> None:
+    with pytest.raises(LayoutError, match="list of names"):
+        canonicalize(CacheRegistration(4, {"a": LayerCache(torch.zeros(4, 8))}, ["a"]))
+
+
 def test_a_registration_that_contradicts_itself_is_refused() -> None:
     layer = LayerCache(torch.zeros(4, 8))
     for blocks, layers, groups, says in (
@@ -580,3 +636,21 @@ def test_layouts_of_real_engines_keep_their_description_B05(
     round_trip(caches, moves)
     for entry, old in zip(caches.tensors, before, strict=True):
         assert torch.equal(entry.tensor[0], old[9])
+
+
+def test_the_last_block_of_a_sparse_file_of_5_gib_round_trips_C06(tmp_path: Path) -> None:
+    page, blocks = 1 << 20, 5 << 10
+    file = np.memmap(tmp_path / "sparse", dtype=np.uint8, mode="w+", shape=(blocks, page))
+    file[-1] = np.arange(page, dtype=np.uint64).astype(np.uint8)
+    caches = register(blocks, [{"a": LayerCache(torch.from_numpy(file))}])
+    worker = OffloadingWorker.for_caches(CpuBackend(), caches, host_bytes=2 * page)
+    try:
+        last = blocks - 1
+        worker.transfer_async(1, (DeviceLoadStoreSpec([last]), HostLoadStoreSpec([1])))
+        worker.transfer_async(2, (HostLoadStoreSpec([1]), DeviceLoadStoreSpec([last - 1])))
+        worker.wait([1, 2])
+        assert all(result.success for result in worker.get_finished())
+        assert (file[-2] == file[-1]).all()
+        assert not file[-3].any()
+    finally:
+        worker.shutdown()

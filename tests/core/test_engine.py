@@ -300,7 +300,7 @@ def test_staging_memory_belongs_to_one_job_until_it_has_ended_A17() -> None:
         sim.worker.shutdown()
 
 
-def test_a_job_whose_first_part_failed_ends_when_its_last_part_has_stopped_A18(sim: Sim) -> None:
+def test_a_job_that_failed_half_way_ends_when_what_runs_of_it_has_stopped_A18(sim: Sim) -> None:
     sim.world.inject(SimFault.PARTIAL, Lane.STORE)
     job = 77
     sim.write(1, 1)
@@ -309,9 +309,13 @@ def test_a_job_whose_first_part_failed_ends_when_its_last_part_has_stopped_A18(s
     gc.collect()
     assert sim.poll() == {}, "part of it is still to run"
     assert sim.engine.usage().running == 1
-    result = sim.finish()[job]
-    assert isinstance(result.error, SubmitError)
-    assert sim.chunks()[0] == 1, "the part that was enqueued ran"
+    sim.worker.cancel([job])
+    follower = sim.store(2, 0)  # its chunk is not free: whoever wants it comes after
+    assert sim.poll() == {}
+    results = sim.finish()
+    assert isinstance(results[job].error, SubmitError)
+    assert results[follower].success
+    assert sim.chunks()[0] == 0, "the follower came after the part that ran"
 
 
 @pytest.mark.parametrize("seed", range(0, 1000, 100))
@@ -347,14 +351,22 @@ def test_a_cancelled_job_fails_once_it_has_stopped_A19(sim: Sim) -> None:
 
 
 def test_registered_memory_outlives_the_callers_references_A21() -> None:
-    sim = Sim()
-    sim.write(1, 5)
-    job = sim.store(1, 0)
-    del sim.tensor
+    memory = np.full((BLOCKS, PAGE), 5, dtype=np.uint8)
+    world, alive = World(), weakref.ref(memory)
+    caches = CanonicalKVCaches.from_tensors([torch.from_numpy(memory)])
+    worker = OffloadingWorker.for_caches(SimBackend(world), caches, host_bytes=CHUNKS * PAGE)
+    worker.transfer_async(1, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([0])))
+    del memory, caches
     gc.collect()
-    assert sim.finish()[job].success
-    assert sim.chunks()[0] == 5
-    sim.worker.shutdown()
+    assert alive() is not None
+    world.drain()
+    assert worker.get_finished()[0].success
+    assert worker.engine is not None
+    assert worker.engine.host.memory.tensor[:PAGE].tolist() == [5] * PAGE
+    worker.shutdown()
+    del worker
+    gc.collect()
+    assert alive() is None
 
 
 def test_an_engine_that_nobody_holds_stays_alive_while_a_job_runs_A21() -> None:
@@ -524,6 +536,16 @@ def test_what_read_from_a_failed_job_fails_too_and_the_rest_does_not_H15(
     assert sim.blocks()[6] == 9
 
 
+def test_the_events_of_a_failed_job_are_not_used_again_H15(sim: Sim) -> None:
+    first = sim.store(1, 0)
+    assert sim.finish()[first].success
+    assert sim.engine.usage().idle_events == 2
+    sim.world.inject(SimFault.QUERY, Lane.STORE)
+    failed = sim.store(1, 0)
+    assert not sim.finish()[failed].success
+    assert sim.engine.usage().idle_events == 0
+
+
 def test_a_failure_that_was_reported_spoils_nothing_later(sim: Sim) -> None:
     sim.world.inject(SimFault.EXECUTE, Lane.LOAD)
     failed = sim.load(0, 2)
@@ -617,24 +639,35 @@ def test_importing_touches_no_device_and_a_forked_child_gets_a_clear_error_J05()
     code = """
 import os, sys, threading, torch
 import kvoffload as kv
+from kvoffload.core.lanes import Lane
 assert threading.active_count() == 1
 tensor = torch.zeros(4, 8, dtype=torch.uint8)
 worker = kv.OffloadingWorker.for_caches(
     kv.select_backend("cpu"), kv.CanonicalKVCaches.from_tensors([tensor]), host_bytes=64)
 spec = kv.DeviceLoadStoreSpec([1]), kv.HostLoadStoreSpec([0])
-worker.transfer_async(1, spec)
-worker.wait([1])
+import threading
+gate = threading.Event()
+stream = worker.engine.backend.new_stream(Lane.STORE)
+stream.submit(lambda: gate.wait() and None)
+worker.transfer_async(1, spec)  # in flight when the process forks
 child = os.fork()
 if child == 0:
-    try:
-        worker.transfer_async(2, spec)
-    except RuntimeError as error:
-        print(type(error).__name__, error, flush=True)
-        worker.shutdown()
-        os._exit(7)
-    os._exit(1)
+    calls = (
+        lambda: worker.transfer_async(2, spec), worker.get_finished, worker.reset,
+        lambda: worker.wait([1]), lambda: worker.fence([1]), lambda: worker.cancel([1]),
+    )
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            print(type(error).__name__, error, flush=True)
+        else:
+            os._exit(1)
+    worker.shutdown()
+    os._exit(7)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7, status
+gate.set()
 worker.shutdown()
 """
     done = subprocess.run(
@@ -645,7 +678,7 @@ worker.shutdown()
         timeout=50,
     )
     assert done.returncode == 0, done.stderr
-    assert "ForkedError" in done.stdout
+    assert done.stdout.count("ForkedError") == 6
     assert "belongs to process" in done.stdout
 
 
@@ -706,23 +739,41 @@ def test_an_event_of_the_caller_that_fails_fails_the_transfer() -> None:
     worker.shutdown()
 
 
-def test_submit_never_blocks_on_a_full_stream_L01() -> None:
-    sim = Sim(World(0, Switches(queue_depth=1000)), blocks=64 * 4, chunks=64 * 4)
-    for _ in range(200):
-        for lane_spec in (
-            (DeviceLoadStoreSpec(range(64)), HostLoadStoreSpec(range(64))),
-            (HostLoadStoreSpec(range(64)), DeviceLoadStoreSpec(range(64, 128))),
-        ):
-            sim.worker.transfer_async(next(sim._ids), lane_spec)
-    assert sim.world.counters.blocked_enqueues == 0
-    assert len(sim.engine.in_flight) == 400
-    waits = sim.world.counters.host_waits
-    results: dict[int, TransferResult] = {}
+@pytest.mark.parametrize("max_batch", [None, 256])
+def test_submit_never_blocks_on_a_full_stream_L01(max_batch: int | None) -> None:
+    """200 transfers each way of 64 scattered blocks in 32 layers: 2,048 copies a transfer."""
+    world = World(0, Switches(queue_depth=1000, max_batch=max_batch))
+    layers = [torch.zeros(256, 1, dtype=torch.uint8) for _ in range(32)]
+    worker = OffloadingWorker.for_caches(
+        SimBackend(world), CanonicalKVCaches.from_tensors(layers), host_bytes=256 * 32
+    )
+    world.compute.held = True
+    world.compute.submit(lambda: None)  # nothing can run until it does
+    scattered = np.arange(64) * 2
+    for number in range(200):
+        store = DeviceLoadStoreSpec(scattered), HostLoadStoreSpec(scattered)
+        load = HostLoadStoreSpec(scattered), DeviceLoadStoreSpec(scattered + 1)
+        worker.transfer_async(2 * number, store)
+        worker.transfer_async(2 * number + 1, load)
+    assert worker.engine is not None
+    assert len(worker.engine.in_flight) == 400
+    world.compute.held = False
+    results: list[TransferResult] = []
+    worker.cancel(range(20, 400))  # the rest would be more of the same
     while len(results) < 400:
-        sim.world.run(50)
-        results |= sim.poll()
-    assert all(result.success for result in results.values())
-    assert (sim.world.counters.blocked_enqueues, sim.world.counters.host_waits) == (0, waits)
+        world.run(20_000)
+        results += worker.get_finished()
+    assert sum(result.success for result in results) == 20
+    assert (world.counters.blocked_enqueues, world.counters.host_waits) == (0, 0)
+    worker.shutdown()
+
+
+def test_a_stream_without_room_would_be_noticed_L01(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransferEngine, "_has_room", lambda self, lane, job: True)
+    sim = Sim(World(0, Switches(queue_depth=100)))
+    for _ in range(50):
+        sim.store(1, 0)
+    assert sim.world.counters.blocked_enqueues > 0
     sim.worker.shutdown()
 
 
@@ -745,12 +796,15 @@ def test_a_fence_reaches_a_job_that_waits_for_room_L01(
 
 
 def test_polling_asks_once_per_lane_however_much_is_pending_L03(sim: Sim) -> None:
+    sim.world.compute.held = True
+    sim.write(0, 1)
     for number in range(10_000):
-        sim.store(number % BLOCKS, number % CHUNKS, after=None)
+        sim.submit(list(Lane)[number % len(Lane)])
     before = sim.world.counters.queries
     for _ in range(100):
         assert sim.worker.get_finished() == []
-    assert sim.world.counters.queries - before <= 100 * len(Lane) * len(Lane)
+    sim.world.compute.held = False
+    assert sim.world.counters.queries - before <= 100 * len(Lane)
     sim.worker.wait(sim.engine.in_flight)
 
 
@@ -1124,3 +1178,166 @@ def test_a_wait_that_cannot_end_says_so() -> None:
     world.compute.record_event(event)
     with pytest.raises(DeadlockError):
         event.synchronize()
+
+
+def hung(**options: Any) -> tuple[OffloadingWorker, threading.Event]:
+    """A worker whose stores hang until the event is set."""
+    backend = CpuBackend()
+    tensor = torch.full((4, 8), 7, dtype=torch.uint8)
+    worker = OffloadingWorker.for_caches(
+        backend, CanonicalKVCaches.from_tensors([tensor]), host_bytes=64, **options
+    )
+    gate = threading.Event()
+    stream: Any = backend.new_stream(Lane.STORE)
+    stream.submit(gate.wait)
+    worker.transfer_async(1, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([0])))
+    return worker, gate
+
+
+def test_waiting_for_a_hung_device_ends_with_the_deadline() -> None:
+    worker, gate = hung(job_deadline=0.05)
+    worker.wait([1])
+    (result,) = worker.get_finished()
+    assert isinstance(result.error, StalledError)
+    assert worker.engine is not None
+    assert worker.engine.usage().running == 1
+    with pytest.raises(StalledError, match="1 transfer"):
+        worker.reset()
+    gate.set()
+    worker.shutdown(timeout=30)
+    assert worker.engine.usage().running == 0
+    assert worker.get_finished() == []
+
+
+def test_a_shutdown_with_a_timeout_does_not_wait_for_one_without() -> None:
+    worker, gate = hung()
+    patient = threading.Thread(target=worker.shutdown)
+    patient.start()
+    while True:  # until the other has begun
+        with contextlib.suppress(SpecError):
+            try:
+                worker.transfer_async(2, (DeviceLoadStoreSpec([]), HostLoadStoreSpec([])))
+            except ClosedError:
+                break
+            worker.get_finished()
+    worker.shutdown(timeout=0.05)
+    assert [type(r.error) for r in worker.get_finished() if r.job_id == 1] == [StalledError]
+    gate.set()
+    patient.join()
+    worker.shutdown(timeout=30)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, "soon", True])
+def test_a_timeout_that_means_nothing_is_refused(sim: Sim, timeout: Any) -> None:
+    with pytest.raises(ConfigurationError, match="timeout"):
+        sim.worker.shutdown(timeout)
+    assert sim.store(1, 0), "nothing was shut down"
+    sim.finish()
+
+
+def test_waiting_for_cancelled_jobs_beyond_the_room_of_a_lane_waits_for_them(sim: Sim) -> None:
+    sim.write(0, 1)
+    jobs = [sim.store(1, 0) for _ in range(500)]
+    sim.worker.cancel(jobs)
+    sim.worker.wait([jobs[-1]])
+    assert jobs[-1] not in sim.engine.in_flight
+    assert len(sim.finish()) == 500
+
+
+def test_an_event_that_somebody_waits_for_is_not_used_again(sim: Sim) -> None:
+    job = sim.store(1, 0)
+    end = sim.engine._in_flight[job].end
+    synchronize = end.synchronize  # type: ignore[union-attr]
+
+    def poll_meanwhile() -> None:
+        synchronize()
+        assert sim.poll()[job].success  # as another thread might
+        assert end not in sim.engine._free_events
+
+    end.synchronize = poll_meanwhile  # type: ignore[union-attr, method-assign]
+    sim.worker.wait([job])
+
+
+def test_no_end_event_no_launch(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a copy needs to be known to have ended is there before the copy is enqueued."""
+    made = itertools.count(1)
+    new_event = sim.backend.new_event
+
+    def fails_at_the_second() -> Any:
+        if next(made) == 2:
+            fail()
+        return new_event()
+
+    monkeypatch.setattr(sim.backend, "new_event", fails_at_the_second)
+    job = sim.store(1, 0)
+    assert isinstance(sim.finish()[job].error, SubmitError)
+    assert sim.world.counters.launches == 0
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "kvoffload.core.ordering.OrderingTable.dependencies",
+        "kvoffload.core.ordering.OrderingTable.add",
+        "kvoffload.core.ordering.OrderingTable.writers",
+        "kvoffload.core.engine.TransferEngine._launch_waiting",
+        "kvoffload.core.engine.TransferEngine._event",
+        "kvoffload.core.engine.TransferEngine._order_after",
+    ],
+)
+def test_an_interrupt_anywhere_in_a_submit_leaves_no_job_or_a_failed_one(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    sim.store(3, 3)  # so that there is something to look at
+    with monkeypatch.context() as patch:
+        patch.setattr(where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sim.worker.transfer_async(70, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([0])))
+    results = sim.finish()
+    if 70 in results:
+        assert isinstance(results[70].error, SubmitError)
+    assert sim.engine.usage()[:3] == (0, 0, 0)
+    again = sim.store(1, 0)
+    assert sim.finish()[again].success
+
+
+def test_threads_end_with_the_engine_that_nobody_holds() -> None:
+    worker, gate = hung()
+    gate.set()
+    worker.wait([1])
+    worker.get_finished()
+    threads = [t for t in threading.enumerate() if t.name.startswith("kvoffload-")]
+    assert len(threads) == 3
+    del worker
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"null_block": -1},
+        {"null_block": BLOCKS},
+        {"null_block": 1.5},
+        {"null_block": True},
+        {"job_deadline": True},
+        {"job_deadline": "x"},
+        {"job_deadline": float("nan")},
+        {"tokens_per_block": True},
+        {"tokens_per_block": [16.5]},
+        {"tokens_per_block": 0},
+        {"longest_request": "x"},
+        {"numa_node": "0"},
+        {"numa_node": 10_000},
+        {"host_order": "planes"},
+        {"block_size_factor": "2"},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        Sim(**options)

@@ -105,6 +105,7 @@ def fake_machine(root: Path, cgroup: str, limits: dict[str, str]) -> Path:
             {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "300"},
             300,
         ),
+        ("nonsense\n\n0::/\n", {"sys/fs/cgroup/memory.max": "²"}, None),
         ("4:cpu:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "300"}, None),
     ],
 )

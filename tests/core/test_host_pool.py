@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from kvoffload.backends.cpu.backend import CpuBackend
-from kvoffload.core import host_pool
+from kvoffload.core import host_memory, host_pool
 from kvoffload.core.backend import HostOrder
 from kvoffload.core.errors import CapacityError, ConfigurationError
 from kvoffload.core.host_memory import memory_limit
@@ -55,9 +58,16 @@ def test_every_byte_belongs_to_one_page(
     assert (owner == 1).all(), "a byte belongs to no page, or to two"
 
 
+def resident_kilobytes() -> int:
+    """Of this process, as the operating system counts them."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0])
+
+
 def test_a_budget_is_met_exactly_and_measured_D01() -> None:
     budget = 33 << 20
     tensors = [torch.zeros(2048, width, dtype=torch.uint8) for width in (4096, 1000, 7, 640, 9001)]
+    before = resident_kilobytes()
     worker = OffloadingWorker.for_caches(
         CpuBackend(), CanonicalKVCaches.from_tensors(tensors), host_bytes=budget
     )
@@ -65,10 +75,16 @@ def test_a_budget_is_met_exactly_and_measured_D01() -> None:
         engine = worker.engine
         assert engine is not None
         row = sum(t.shape[1] for t in tensors)
-        assert budget - row < engine.host.memory.nbytes <= budget
-        engine.host.memory.tensor.fill_(1)
-        assert worker.host_bytes_resident() <= budget * 1.02
-        assert worker.host_bytes_resident() >= engine.host.memory.nbytes
+        memory = engine.host.memory
+        assert budget - row < memory.nbytes <= budget
+        # Everything that was mapped, whether or not the engine would use it.
+        mapped = np.frombuffer(memory._mapping, dtype=np.uint8)
+        mapped[:] = 1
+        grown = (resident_kilobytes() - before) * 1024
+        assert grown <= budget * 1.02
+        assert memory.nbytes * 0.98 <= grown
+        assert abs(worker.host_bytes_resident() - memory.nbytes) < mmap.PAGESIZE
+        del mapped
     finally:
         worker.shutdown()
 
@@ -98,6 +114,12 @@ def test_a_small_budget_still_gives_every_group_a_chunk(budget: int) -> None:
     made = layout(budget, [100, 1200], [[0], [1]], tokens_per_block=[1000, 1])
     assert min(made.capacity.chunks) >= 1
     assert made.capacity.nbytes <= budget
+
+
+def test_what_rounding_leaves_over_goes_where_it_is_short_D10() -> None:
+    made = layout(7978, [100, 8], [[0], [1]], factor=3, tokens_per_block=[1, 16])
+    assert made.capacity.chunks == (26, 2)
+    assert made.capacity.tokens == 78
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1299])
@@ -157,8 +179,17 @@ def test_a_longest_request_that_cannot_fit_is_a_warning_with_the_numbers_D10(
     assert "161" in warned(caplog, 161)
 
 
+def test_a_mapping_above_its_budget_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of guarantee 8: memory is rounded up to a power of two, as caching allocators do."""
+    monkeypatch.setattr(
+        host_memory, "_map", lambda nbytes: mmap.mmap(-1, 1 << (nbytes - 1).bit_length())
+    )
+    with pytest.raises(AssertionError):
+        test_a_budget_is_met_exactly_and_measured_D01()
+
+
 def test_a_pool_above_its_budget_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant of guarantee 8: pools that round up to a power of two, as caching allocators do."""
+    """Another: the number of chunks is rounded up."""
     divide = host_pool._divide
 
     def rounded_up(*args: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -243,6 +244,7 @@ def test_buckets_are_powers_of_two() -> None:
         ({"hi": -100}, "outside"),
         ({"factor": 2, "lo": 50, "end": 9000}, "overlap"),
         ({"factor": 2, "lo": 100}, "outside"),
+        ({"factor": 2, "lo": 150, "count": 2}, "overlap"),
     ],
 )
 def test_a_side_is_proved_when_it_is_registered_B01(change: dict[str, int], says: str) -> None:
@@ -256,6 +258,16 @@ def test_a_side_is_proved_when_it_is_registered_B01(change: dict[str, int], says
     side(good).prove(column([100]), "device")
     with pytest.raises(LayoutError, match=f"device tensor 0.*{says}"):
         side(good | change).prove(column([100]), "device")
+
+
+def test_a_geometry_proves_both_sides_B01() -> None:
+    good = geometry([8], [[0]], blocks=4, chunks=4)
+    for name in ("device", "host"):
+        side = getattr(good, name)
+        short = dataclasses.replace(side, end=side.end - 1)
+        sides = {"device": good.device, "host": good.host} | {name: short}
+        with pytest.raises(LayoutError, match=f"{name} tensor 0.*outside"):
+            Geometry(good.page_bytes, good.groups, **sides)
 
 
 def test_a_proof_does_not_wrap_around_C06() -> None:

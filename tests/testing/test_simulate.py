@@ -73,7 +73,17 @@ class DropsWhatItKeeps(SimBackend):
         super().swap_blocks(plan, stream, lambda value: value)
 
 
-@pytest.mark.parametrize("backend", [IgnoresWaits, TakesTheCurrentStream, DropsWhatItKeeps])
+class WaitsForTheDevice(SimBackend):
+    """Returns when the copy has run."""
+
+    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[object]) -> None:
+        super().swap_blocks(plan, stream, keep)
+        self.world.drain()
+
+
+@pytest.mark.parametrize(
+    "backend", [IgnoresWaits, TakesTheCurrentStream, DropsWhatItKeeps, WaitsForTheDevice]
+)
 def test_a_wrong_backend_is_found(backend: type[SimBackend]) -> None:
     failed = simulate(range(200), backend).failed
     assert failed is not None

@@ -40,8 +40,9 @@ class SimBackend(Backend):
         self.capabilities = Capabilities(
             asynchronous=True,
             timing_events=True,
-            batch_copy=True,
+            batch_copy=self.world.switches.batch,
             max_batch=self.world.switches.max_batch,
+            queue_depth=self.world.switches.queue_depth,
         )
 
     def probe(self) -> Probe:

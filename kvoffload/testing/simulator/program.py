@@ -133,6 +133,7 @@ class Program:
                 relaxed_source=rng.random() < 0.5,
                 max_batch=rng.choice((None, None, 3)),
                 batch=rng.random() < 0.9,
+                queue_depth=rng.choice((None, 30)),
             ),
         )
         self._faulty = rng.random() < 0.6
@@ -170,6 +171,8 @@ class Program:
         except Exception as error:  # noqa: BLE001 - nothing may escape, of whatever kind
             self.outcome.violations.append(f"escaped: {type(error).__name__}: {error}")
         self.outcome.violations += self.world.violations
+        if self.world.counters.blocked_enqueues:
+            self.outcome.violations.append("the host was blocked by a full stream")
         if self.outcome.problems:
             self.outcome.overtaking = self.world.overtakings()
         self.outcome.steps += self.world.tick
@@ -195,11 +198,12 @@ class Program:
             ),
             (16, 22, 18, 18, 6, 8, 10, 12, 14, 2, 3 if self._faulty else 0, 1),
         )[0]
-        waits = self.world.counters.host_waits
+        waits, ticks = self.world.counters.host_waits, self.world.tick
         said = operation(rng)
         if said is not None:
             self.outcome.operations.append(f"{index:3} {said}")
-        if self.world.counters.host_waits > waits and operation != self._reset:
+        waited = self.world.counters.host_waits > waits or self.world.tick > ticks
+        if waited and operation != self._reset:
             self.outcome.violations.append(f"operation {index} waited for the device: {said}")
         self.outcome.steps += 1
         self.world.run(rng.choice((0, 0, 1, 2, 3, 5, 8)))

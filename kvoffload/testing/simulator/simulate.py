@@ -84,12 +84,11 @@ def shorten(outcome: Outcome, make_backend: MakeBackend = SimBackend) -> Outcome
     """The same program without the operations that it goes wrong without."""
     skip: set[int] = set()
     best = outcome
-    for index in reversed(range(200)):
-        if index not in skip and any(_index(line) == index for line in best.operations):
-            shorter = Program(outcome.seed, make_backend, skip | {index}).run()
-            if shorter.problems:
-                skip.add(index)
-                best = shorter
+    for index in sorted({_index(line) for line in outcome.operations}, reverse=True):
+        shorter = Program(outcome.seed, make_backend, skip | {index}).run()
+        if shorter.problems:
+            skip.add(index)
+            best = shorter
     return best
 
 

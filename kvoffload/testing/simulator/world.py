@@ -81,8 +81,8 @@ class SimEvent:
         self._world = world
         self.recorded = 0  # how often it was enqueued
         self.reached = 0  # up to which recording it came
-        self.ticks: dict[int, int] = {}
-        self.errors: dict[int, Exception] = {}
+        self._tick = 0
+        self._error: Exception | None = None
         world.counters.events_created += 1
         world.counters.live_events.add(self)
 
@@ -92,9 +92,8 @@ class SimEvent:
         self._world.check_alive()
         if self.reached < self.recorded:
             return False
-        error = self.errors.get(self.recorded)
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         return True
 
     def synchronize(self) -> None:
@@ -105,12 +104,11 @@ class SimEvent:
 
     def elapsed_time(self, end: SimEvent) -> float:
         """Ticks from this event to ``end``, as milliseconds."""
-        return float(end.ticks[end.recorded] - self.ticks[self.recorded])
+        return float(end._tick - self._tick)
 
     def reach(self, recording: int, tick: int, error: Exception | None) -> None:
         self.reached = max(self.reached, recording)
-        self.ticks = {recording: tick}
-        self.errors = {} if error is None else {recording: error}
+        self._tick, self._error = tick, error
 
 
 @dataclass(eq=False)
@@ -259,7 +257,8 @@ class SimStream:
 
     def _enqueue(self, op: _Op) -> None:
         self.world.check_alive()
-        depth = self.world.switches.queue_depth
+        # The caller's own stream is the caller's to keep from filling up.
+        depth = None if self.name == "compute" else self.world.switches.queue_depth
         if depth is not None and len(self.ops) >= depth:
             self.world.counters.blocked_enqueues += 1
             self.world.until(lambda: len(self.ops) < depth)
