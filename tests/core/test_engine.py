@@ -37,8 +37,9 @@ from kvoffload.core.errors import (
     SpecError,
     StalledError,
     SubmitError,
+    UnroutableError,
 )
-from kvoffload.core.handler import OffloadingHandler
+from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan
@@ -1129,6 +1130,24 @@ def test_results_survive_a_handler_that_raises(sim: Sim) -> None:
         sim.worker.shutdown()
     assert sim.world.counters.streams == 1, "the other handlers were shut down"
     sim.worker._distinct.remove(broken)
+
+
+def test_handlers_of_one_direction_share_an_engine_and_keep_to_it(sim: Sim) -> None:
+    handlers = {lane: SingleDirectionOffloadingHandler(sim.engine, lane) for lane in Lane}
+    specs = {
+        Lane.STORE: (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([0])),
+        Lane.LOAD: (HostLoadStoreSpec([0]), DeviceLoadStoreSpec([2])),
+        Lane.COPY: (DeviceLoadStoreSpec([1]), DeviceLoadStoreSpec([3])),
+    }
+    for number, lane in enumerate(Lane):
+        assert handlers[lane].transfer_async(number, specs[lane])
+        for other in set(Lane) - {lane}:
+            with pytest.raises(UnroutableError, match=" → "):
+                handlers[other].transfer_async(9, specs[lane])
+    sim.world.drain()
+    for number, lane in enumerate(Lane):
+        (result,) = handlers[lane].get_finished()
+        assert (result.job_id, result.transfer_type) == (number, lane.media)
 
 
 def test_subclasses_of_specs_are_routed_as_their_base(sim: Sim) -> None:

@@ -88,7 +88,7 @@ def failures_of_the_copy_are_swallowed(patch: pytest.MonkeyPatch) -> None:
 @mutant(contract.every_job_ends_exactly_once)
 def results_come_twice(patch: pytest.MonkeyPatch) -> None:
     finished = TransferEngine.finished
-    patch.setattr(TransferEngine, "finished", lambda self, lane: finished(self, lane) * 2)
+    patch.setattr(TransferEngine, "finished", lambda self, lane=None: finished(self, lane) * 2)
 
 
 @mutant(contract.every_byte_round_trips_and_no_other_is_touched)
@@ -116,7 +116,7 @@ def fences_do_nothing(patch: pytest.MonkeyPatch) -> None:
 def bytes_of_the_last_tensor_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     finished = TransferEngine.finished
 
-    def mutated(self: TransferEngine, lane: Lane) -> Any:
+    def mutated(self: TransferEngine, lane: Lane | None = None) -> Any:
         results = finished(self, lane)
         return [replace(result, transfer_size=result.transfer_size - 100) for result in results]
 

@@ -20,7 +20,11 @@ import torch
 from kvoffload.core.backend import Backend, HostOrder
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import KeyNotReadyError
-from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.kv_caches import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvoffload.scheduler.host_manager import HostOffloadingManager
@@ -31,6 +35,7 @@ from kvoffload.testing.simulator.world import DeadlockError, SimFault, Switches,
 
 BLOCKS, CHUNKS, KEYS = 16, 3, 6
 PAGES = (8, 24)
+GAP = 0x55  # what lies between pages
 MakeBackend = Callable[[World], Backend]
 
 
@@ -137,12 +142,20 @@ class Program:
             ),
         )
         self._faulty = rng.random() < 0.6
-        self._tensors = [torch.zeros(BLOCKS, page, dtype=torch.uint8) for page in PAGES]
-        self._memory = [tensor.numpy() for tensor in self._tensors]
+        # Pages lie apart, so that a backend that takes them for adjacent shows.
+        gap = rng.choice((0, 8))
+        self._tensors = [torch.full((BLOCKS, page + gap), GAP, dtype=torch.int8) for page in PAGES]
+        self._memory = [tensor.numpy().view(np.uint8) for tensor in self._tensors]
         self._backend = make_backend(self.world)
         self._engine = TransferEngine(
             self._backend,
-            CanonicalKVCaches.from_tensors(self._tensors),
+            CanonicalKVCaches(
+                [
+                    CanonicalKVCacheTensor(tensor[:, :page], page)
+                    for tensor, page in zip(self._tensors, PAGES, strict=True)
+                ],
+                [[CanonicalKVCacheRef(index, page) for index, page in enumerate(PAGES)]],
+            ),
             host_bytes=sum(PAGES) * self._factor * CHUNKS,
             block_size_factor=self._factor,
             host_order=rng.choice(list(HostOrder)),
@@ -244,7 +257,7 @@ class Program:
         def work() -> None:
             for tensor, memory in enumerate(self._memory):
                 for piece, block in enumerate(blocks):
-                    memory[block] = content(key, piece, tensor)
+                    memory[block, : PAGES[tensor]] = content(key, piece, tensor)
 
         what = f"compute that writes key {key} into blocks {list(blocks)}"
         self.world.compute.submit(work, what, writes=blocks)
@@ -517,6 +530,9 @@ class Program:
         for slot in self._slots:
             if slot.job is None and self._differs(slot, [m[slot.blocks] for m in self._memory]):
                 self._corrupt(f"blocks {slot.blocks} do not hold key {slot.key}")
+        for memory, page in zip(self._memory, PAGES, strict=True):
+            if (memory[:, page:] != GAP).any():
+                self._corrupt("bytes between the pages were written")
         for read in self._reads:
             result = None if read.job is None else self._ended.get(read.job)
             filled = read.job is None or (result is not None and result.success)
@@ -529,7 +545,7 @@ class Program:
     def _differs(self, slot: _Slot, pages: Sequence[npt.NDArray[np.uint8]]) -> bool:
         first = self._factor - len(slot.blocks)  # a load may have left out the first
         return any(
-            (found[row] != content(slot.key, first + row, tensor)).any()
+            (found[row, : PAGES[tensor]] != content(slot.key, first + row, tensor)).any()
             for tensor, found in enumerate(pages)
             for row in range(len(slot.blocks))
         )
