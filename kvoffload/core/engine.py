@@ -342,9 +342,7 @@ class TransferEngine:
                 self._mark(job, after)
                 self._launch_waiting()
             except BaseException:
-                # Interrupted: what has not begun will not, and what has ends as any other.
-                if job.state is _State.WAITING:
-                    job.error = job.error or SubmitError("the submission was interrupted")
+                self._interrupted(job)
                 raise
 
     def _check_process(self) -> None:
@@ -403,6 +401,20 @@ class TransferEngine:
         numbers = self._order.writers(reads, since=oldest - 1)
         return [self._unreported[number] for number in numbers if number in self._unreported]
 
+    def _interrupted(self, job: _Job) -> None:
+        """A submission was broken off: what has not begun will not; what has ends as any other."""
+        if job.state is not _State.WAITING:
+            return
+        job.error = job.error or SubmitError("the submission was interrupted")
+        if job in job.lane.waiting:
+            job.lane.waiting.remove(job)
+        if job in job.lane.jobs:
+            job.state = _State.LAUNCHED  # its turn came and went: nothing of it runs
+        else:
+            for known in (self._running, self._unreported):
+                known.pop(job.number, None)
+            self._in_flight.pop(job.job_id, None)
+
     def _mark(self, job: _Job, after: After) -> None:
         """Note what the job starts after."""
         if after is not CURRENT_STREAM:
@@ -430,12 +442,15 @@ class TransferEngine:
             for lane in self._lanes.values():
                 while lane.waiting:
                     job = lane.waiting[0]
+                    if job.state is not _State.WAITING:  # an interrupt came in between
+                        lane.waiting.popleft()
+                        continue
                     if job.number > up_to and not self._has_room(lane, job):
                         break
                     if any(self._is_waiting(number) for number in job.dependencies):
                         break
-                    lane.waiting.popleft()
                     self._launch(job)
+                    lane.waiting.popleft()
                     progress = True
 
     def _has_room(self, lane: _Lane, job: _Job) -> bool:
@@ -529,7 +544,7 @@ class TransferEngine:
                 results += each.results
                 each.results = []
             for job, _ in results:
-                del self._unreported[job.number]
+                self._unreported.pop(job.number, None)
             return [result for _, result in results]
 
     def _collect(self) -> None:
@@ -617,7 +632,7 @@ class TransferEngine:
         )
         job.lane.results.append((job, result))
         job.reported = True
-        del self._in_flight[job.job_id]
+        self._in_flight.pop(job.job_id, None)
 
     def _report_stalled(self, before: float) -> None:
         """Report the jobs submitted before that time that have not ended."""
@@ -702,14 +717,16 @@ class TransferEngine:
         """Make the caller's current stream wait for the jobs; the calling thread goes on.
 
         For device work that reads what a load writes, or overwrites what a store still reads. Ids
-        that are not in flight are ignored.
+        of jobs that have stopped are ignored.
 
         Raises:
             CopyError: the device refused.
         """
         self._check_process()
         with self._lock:
-            jobs = [self._in_flight[i] for i in job_ids if i in self._in_flight]
+            wanted = set(job_ids)
+            # Also those that were reported as stalled: what they may still write is withheld.
+            jobs = [job for job in self._running.values() if job.job_id in wanted]
             if not jobs:
                 return
             self._launch_waiting(up_to=max(job.number for job in jobs))

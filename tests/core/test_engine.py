@@ -900,6 +900,7 @@ def test_a_job_past_its_deadline_is_reported_and_its_blocks_are_withheld() -> No
         engine.submit(job, DeviceLoadStoreSpec([block]), HostLoadStoreSpec([chunk]))
 
     store(1, 1, 0)
+    waiting = len(world.compute.ops) + 2  # the marks of the next two
     now = 5.0
     store(2, 2, 1)
     assert engine.finished(Lane.STORE) == []
@@ -910,6 +911,8 @@ def test_a_job_past_its_deadline_is_reported_and_its_blocks_are_withheld() -> No
         with pytest.raises(BlockWithheldError, match="job 1"):
             store(3, block, chunk)
     store(3, 3, 3)  # others are free
+    engine.fence([1])
+    assert len(world.compute.ops) > waiting, "compute behind a fence comes after a stalled job, too"
     assert engine.usage().running == 3
     world.compute.held = False
     world.drain()
