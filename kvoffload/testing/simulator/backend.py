@@ -26,6 +26,22 @@ class _Held:
     """Stands for memory that a copy needs until it has run."""
 
 
+class _PinnedMemory(HostMemory):
+    """Host memory that counts as page-locked until it is released."""
+
+    def __init__(self, nbytes: int, numa_node: int | None, world: World) -> None:
+        super().__init__(nbytes, numa_node=numa_node)
+        self.pinned = True
+        self._world = world
+        world.counters.pins += 1
+
+    def release(self) -> None:
+        if self.pinned:
+            self.pinned = False
+            self._world.counters.pins -= 1
+        super().release()
+
+
 class SimBackend(Backend):
     """Copies on a simulated device.
 
@@ -40,6 +56,7 @@ class SimBackend(Backend):
         self.capabilities = Capabilities(
             asynchronous=True,
             timing_events=True,
+            pinned_memory=True,
             batch_copy=self.world.switches.batch,
             max_batch=self.world.switches.max_batch,
             queue_depth=self.world.switches.queue_depth,
@@ -59,6 +76,9 @@ class SimBackend(Backend):
     def new_event(self) -> SimEvent:
         self.world.check_alive()
         return SimEvent(self.world)
+
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
+        return _PinnedMemory(nbytes, numa_node, self.world)
 
     def bind(self, geometry: Geometry, *_: CanonicalKVCaches | HostMemory) -> None:
         self.world.own(

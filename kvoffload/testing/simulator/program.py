@@ -434,10 +434,7 @@ class Program:
         readers = sorted(slot.users)
         self._engine.fence(readers)
         self._slots.remove(slot)
-        self._free |= set(slot.blocks)
-        if rng.random() < 0.5:
-            # The next owner computes at once: only the fence keeps it from the readers' bytes.
-            self._submit_write(KEYS + 1, slot.blocks)
+        self._give_back(slot)
         return f"blocks {slot.blocks} are taken from key {slot.key}, after jobs {readers}"
 
     def _abort(self, rng: random.Random) -> str | None:
@@ -502,7 +499,12 @@ class Program:
         readers = sorted(slot.users)
         if readers:
             self._engine.fence(readers)
+        self._give_back(slot)
+
+    def _give_back(self, slot: _Slot) -> None:
+        """The blocks are free, and poisoned: what still reads or writes them shows."""
         self._free |= set(slot.blocks)
+        self._submit_write(KEYS + 1, slot.blocks)
 
     # -------------------------------------------------------------------------------- looking
     def _check_visible(self, key: int, host: npt.NDArray[np.uint8] | None = None) -> None:
@@ -560,6 +562,7 @@ class Program:
             "buffers not given back": engine.usage().buffers,
             "chunks in use": self._manager.usage().in_use,
             "streams not closed": counters.streams - 1,  # the caller's own
+            "pins": counters.pins,
             "events alive": len(counters.live_events),
         }
         outcome.leaks += [f"{count} {what}" for what, count in leaks.items() if count]

@@ -47,6 +47,8 @@ class Switches:
         queue_depth: pieces of work that a stream holds; enqueuing more blocks the host.
         max_batch: most copies of one call; more are a fault.
         batch: there is a call for many copies.
+        default_stream: copies may go onto the caller's own stream. On real devices a batch may
+            not, and nothing that is to run beside compute should.
         eager_compute: how likely the compute stream is chosen although another could run. Small:
             a device that computes first hides what goes wrong.
     """
@@ -55,12 +57,13 @@ class Switches:
     queue_depth: int | None = None
     max_batch: int | None = None
     batch: bool = True
+    default_stream: bool = False
     eager_compute: float = 0.1
 
 
 @dataclass
 class Counters:
-    """What happened. All but the last two only grow."""
+    """What happened. All but the last three only grow; those count what there is."""
 
     launches: int = 0
     descriptors: int = 0
@@ -71,6 +74,7 @@ class Counters:
     faults: int = 0
     events_created: int = 0
     streams: int = 0
+    pins: int = 0
     live_events: weakref.WeakSet[SimEvent] = field(default_factory=weakref.WeakSet)
 
 
@@ -301,6 +305,8 @@ class SimStream:
             world.violate(
                 f"a batch of {count} copies, where {world.switches.max_batch} are allowed"
             )
+        if self.name == "compute" and not world.switches.default_stream:
+            world.violate("a copy was enqueued on the caller's stream")
         world.counters.launches += 1
         world.counters.descriptors += count
         world.counters.bytes += int(copies.size.sum())
