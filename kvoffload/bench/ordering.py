@@ -53,9 +53,10 @@ def run(
     writes = rng.permutation(POOL)[:blocks] + POOL
 
     def order(table: OrderingTable, number: int) -> None:
-        table.writers(reads, since=0)  # as if nothing had ever been reported
+        # The worst case: what is read was just written, and nothing has been reported.
+        table.writers(reads, since=0)
         table.dependencies(0, reads, writes)
-        table.add(0, number, reads, writes)
+        table.add(0, number, writes, reads)
 
     medians = in_turn(
         [lambda table=table, count=count: order(table, count + 1) for table, count in tables],  # type: ignore[misc]
