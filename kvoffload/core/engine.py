@@ -684,7 +684,8 @@ class TransferEngine:
                 except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
                     self._could_not_wait(job, error)
                 finally:
-                    job.waiters -= 1
+                    with self._lock:
+                        job.waiters -= 1
 
     def _next_to_end(self, job_id: int) -> _Job | None:
         """The job to wait for next until this one has ended; None when it has.

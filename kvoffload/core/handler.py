@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
 from kvoffload.core.errors import UnroutableError
 from kvoffload.core.lanes import Lane
-from kvoffload.core.specs import LoadStoreSpec
+from kvoffload.core.specs import LoadStoreSpec, TransferSpec
 
 
 class OffloadingHandler(ABC):
@@ -76,7 +76,7 @@ class EngineOffloadingHandler(OffloadingHandler):
         *,
         after: After = CURRENT_STREAM,
     ) -> bool:
-        self._engine.submit(job_id, *spec, after=after)
+        self._engine.submit(job_id, *TransferSpec.of(spec), after=after)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -109,7 +109,7 @@ class SingleDirectionOffloadingHandler(EngineOffloadingHandler):
         *,
         after: After = CURRENT_STREAM,
     ) -> bool:
-        src, dst = spec
+        src, dst = TransferSpec.of(spec)
         if (src.medium(), dst.medium()) != self._lane.media:
             raise UnroutableError(
                 f"this handler moves {' → '.join(self._lane.media)}, "

@@ -134,3 +134,20 @@ class TransferSpec(NamedTuple):
 
     src: LoadStoreSpec
     dst: LoadStoreSpec
+
+    @classmethod
+    def of(cls, pair: Sequence[LoadStoreSpec]) -> TransferSpec:
+        """``pair`` under its names.
+
+        Raises:
+            SpecError: it is not a pair of specs.
+        """
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(isinstance(side, LoadStoreSpec) for side in pair)
+        ):
+            raise SpecError(
+                f"a transfer takes a pair of specs, source and destination, not {pair!r}"
+            )
+        return cls(*pair)

@@ -8,11 +8,16 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.core.backend import Backend, HostOrder
 from kvoffload.core.engine import CURRENT_STREAM, After, TransferEngine, TransferResult
-from kvoffload.core.errors import ConfigurationError, SpecError, StateError, UnroutableError
+from kvoffload.core.errors import ConfigurationError, StateError, UnroutableError
 from kvoffload.core.handler import EngineOffloadingHandler, OffloadingHandler
 from kvoffload.core.host_pool import HostCapacity
 from kvoffload.core.kv_caches import CanonicalKVCaches
-from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvoffload.core.specs import (
+    DeviceLoadStoreSpec,
+    HostLoadStoreSpec,
+    LoadStoreSpec,
+    TransferSpec,
+)
 
 
 class OffloadingWorker:
@@ -113,12 +118,7 @@ class OffloadingWorker:
         return self._handler_of(spec).transfer_async(job_id, spec, after=after)
 
     def _handler_of(self, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> OffloadingHandler:
-        pair = tuple(spec) if isinstance(spec, Sequence) else (spec,)
-        if len(pair) != 2 or not all(isinstance(side, LoadStoreSpec) for side in pair):
-            raise SpecError(
-                f"a transfer takes a pair of specs, source and destination, not {spec!r}"
-            )
-        src, dst = (type(side) for side in pair)
+        src, dst = (type(side) for side in TransferSpec.of(spec))
         for kinds in itertools.product(src.__mro__, dst.__mro__):
             if kinds in self._handlers:
                 return self._handlers[kinds]

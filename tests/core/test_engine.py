@@ -39,7 +39,11 @@ from kvoffload.core.errors import (
     SubmitError,
     UnroutableError,
 )
-from kvoffload.core.handler import OffloadingHandler, SingleDirectionOffloadingHandler
+from kvoffload.core.handler import (
+    EngineOffloadingHandler,
+    OffloadingHandler,
+    SingleDirectionOffloadingHandler,
+)
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan
@@ -1163,8 +1167,15 @@ def test_subclasses_of_specs_are_routed_as_their_base(sim: Sim) -> None:
 
 @pytest.mark.parametrize("spec", [None, (), (1, 2), (HostLoadStoreSpec([0]),), "ab"])
 def test_what_is_no_pair_of_specs_is_refused(sim: Sim, spec: Any) -> None:
-    with pytest.raises(SpecError):
-        sim.worker.transfer_async(1, spec)
+    engine = sim.engine
+    takers: list[Callable[..., bool]] = [
+        sim.worker.transfer_async,
+        EngineOffloadingHandler(engine).transfer_async,
+        SingleDirectionOffloadingHandler(engine, Lane.STORE).transfer_async,
+    ]
+    for transfer_async in takers:
+        with pytest.raises(SpecError, match="pair of specs"):
+            transfer_async(1, spec)
     assert sim.engine.in_flight == []
 
 
