@@ -15,7 +15,7 @@ from kvoffload.core.plan import CopyPlan
 
 
 class CpuBackend(ThreadBackend):
-    """Copies between two places in host memory, on worker threads. Runs on any machine.
+    """Copies between two places in host memory, on worker threads. Runs on any Linux machine.
 
     Args:
         device: None or ``"cpu"``.
