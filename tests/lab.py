@@ -81,7 +81,7 @@ class Lab:
         rows = np.array(blocks, dtype=np.int64)
         out: list[Bytes] = []
         self.rig.compute(
-            lambda: out.extend(self.rig.gather(tensor, rows).copy() for tensor in self.tensors),
+            lambda: out.extend(self.rig.gather(tensor, rows) for tensor in self.tensors),
             reads=blocks,
         )
         return out

@@ -24,7 +24,7 @@ ALLOWED = {
     "core": {"core"},
     "scheduler": {"core", "scheduler"},
     "plugins": {"core", "plugins"},
-    "rig": {"core", "backends.thread_base"},
+    "rig": {"core", "backends.thread_base", "rig"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
     "testing": {"core", "scheduler", "rig", "testing"},
@@ -32,7 +32,7 @@ ALLOWED = {
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905
 )
-BASES = {"backends.thread_base", "backends._planned"}
+BASES = {f"backends.{name}" for name in ("thread_base", "torch_base", "index_copy", "_planned")}
 
 
 def imports(path: Path) -> set[str]:

@@ -21,6 +21,8 @@ class SimRig(DeviceRig):
         backend: the simulator.
     """
 
+    faults = frozenset(Fault)
+
     def __init__(self, backend: SimBackend) -> None:
         self.world = backend.world
 
@@ -58,6 +60,10 @@ class SimRig(DeviceRig):
     def release(self) -> None:
         self.world.compute.held = False
 
+    @property
+    def holding(self) -> bool:
+        return self.world.compute.held
+
     def inject(self, fault: Fault, lane: Lane) -> None:
         self.world.inject(SimFault(fault.value), lane)
 
@@ -68,4 +74,4 @@ class SimRig(DeviceRig):
         self.release()
 
 
-register_rig(SimBackend, SimRig)
+register_rig(lambda backend: isinstance(backend, SimBackend), SimRig)

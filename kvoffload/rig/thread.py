@@ -1,0 +1,102 @@
+"""The rig for backends on worker threads: the device is the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+
+from kvoffload.backends.thread_base import ThreadBackend, ThreadStream, Work, void
+from kvoffload.core.errors import CopyError
+from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.lanes import Lane
+from kvoffload.core.specs import IntArray
+from kvoffload.rig.base import Bytes, DeviceRig, Fault
+
+
+class ThreadRig(DeviceRig):
+    """A host that computes on a thread stream.
+
+    Args:
+        backend: any on ``thread_base``.
+    """
+
+    faults = frozenset(Fault)
+
+    def __init__(self, backend: ThreadBackend) -> None:
+        self._backend = backend
+        self._compute = ThreadStream("kvoffload-compute")
+        self._gate = threading.Event()
+        self._gate.set()
+        self._current = backend.use_stream(self._compute)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return HostMemory(nbytes).tensor
+
+    def compute(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Iterable[int] = (),  # noqa: ARG002 - thread streams need no declaration
+        writes: Iterable[int] = (),  # noqa: ARG002
+    ) -> None:
+        self._compute.submit(work)
+
+    def scatter(self, tensor: torch.Tensor, rows: IntArray, data: Bytes) -> None:
+        tensor.numpy()[rows] = data
+
+    def gather(self, tensor: torch.Tensor, rows: IntArray) -> Bytes:
+        taken: Bytes = tensor.numpy()[rows]
+        return taken
+
+    def synchronize(self) -> None:
+        self._compute.synchronize()
+        for stream in self._backend.streams.values():
+            stream.synchronize()
+
+    def hold(self) -> None:
+        self._gate.clear()
+        self._compute.submit(lambda: void(self._gate.wait()))
+
+    def release(self) -> None:
+        self._gate.set()
+
+    @property
+    def holding(self) -> bool:
+        return not self._gate.is_set()
+
+    def seconds_of_one_copy(
+        self,
+        nbytes: int,
+        lane: Lane,  # noqa: ARG002 - memory is memory
+    ) -> float | None:
+        source, target = (HostMemory(nbytes, populate=True).tensor for _ in range(2))
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+
+    def inject(self, fault: Fault, lane: Lane) -> None:
+        stream: Any = self._backend.new_stream(lane)
+
+        def fail() -> None:
+            raise CopyError(f"injected: {fault.value}")
+
+        def failing_submit(_: Work) -> None:
+            del stream.submit  # once: the method of the class is back
+            if fault is Fault.SUBMIT:
+                fail()
+            stream.submit(fail)
+
+        stream.submit = failing_submit
+
+    def __enter__(self) -> Self:
+        self._current.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._current.__exit__(None, None, None)
+        self.release()
+        self._compute.close()
