@@ -15,6 +15,9 @@ from kvoffload.core.backend import Backend
 from kvoffload.plugins.registry import BackendRegistry
 from tests.lab import Lab
 
+_NO_FAKE = pytest.StashKey[str]()
+"""Why there is no fake device."""
+
 # Tensors here are tiny; more threads only get in each other's way.
 torch.set_num_threads(1)
 
@@ -25,12 +28,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="The backend that the contract tests run on; it must be available.",
     )
+    parser.addoption(
+        "--kv-on",
+        choices=["here", "fake"],
+        default="here",
+        help="'fake' runs the tests that need the fake device, and no others: one process a lane.",
+    )
     parser.addoption("--kv-seed", type=int, default=0, help="Seed of everything random.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("kv_on") == "fake":
+        from kvoffload.testing.fake_device import CannotBuildError, load
+
+        try:
+            load()
+        except CannotBuildError as error:
+            # CI must run this lane; a machine without a compiler need not.
+            if os.environ.get("KVOFFLOAD_REQUIRE_FAKE") == "1":
+                raise pytest.UsageError(str(error)) from error
+            config.stash[_NO_FAKE] = str(error)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_fake = config.getoption("kv_on") == "fake"
+    other = [item for item in items if bool(item.get_closest_marker("fake")) != on_fake]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if bool(item.get_closest_marker("fake")) == on_fake]
+    if _NO_FAKE in config.stash:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=config.stash[_NO_FAKE]))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return (
-        f"kvoffload: backend {config.getoption('kv_backend')}, seed {config.getoption('kv_seed')}"
+        f"kvoffload: backend {config.getoption('kv_backend')} on {config.getoption('kv_on')}, "
+        f"seed {config.getoption('kv_seed')}"
     )
 
 

@@ -120,7 +120,8 @@ class Backend(ABC):
     device, and its driver library where it has one, are constructor arguments.
 
     Two methods are the backend's own, :meth:`probe` and :meth:`swap_blocks`; the rest comes with a
-    base: ``kvoffload.backends.thread_base`` for what torch does not know.
+    base: ``kvoffload.backends.torch_base`` for any device that torch knows,
+    ``kvoffload.backends.thread_base`` for what it does not.
     """
 
     device: torch.device | None = None
@@ -128,6 +129,8 @@ class Backend(ABC):
     capabilities: Capabilities = Capabilities()
     bound: bool = False
     """Caches are bound; kept by the core."""
+    fallback: bool = False
+    """Chosen automatically only where no other accelerator's backend is available."""
 
     @abstractmethod
     def probe(self) -> Probe:

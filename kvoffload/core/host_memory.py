@@ -136,46 +136,60 @@ class HostMemory:
     ) -> None:
         check_available(nbytes, "host memory")
         cpus = None if numa_node is None else cpus_of_node(numa_node)
-        try:
-            self._mapping = _map(nbytes)
-        except OSError as error:
-            raise CapacityError(
-                f"the operating system refused {nbytes} bytes ({format_bytes(nbytes)}) of host "
-                f"memory: {error}"
-            ) from error
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._mapping: mmap.mmap | None = None
+        self._array: npt.NDArray[np.uint8] | None = None
         self.nbytes = nbytes
-        self.address = int(self._array.ctypes.data)
-        """Of the first byte; aligned to a page of the operating system."""
         self.pinned = False
         """Page-locked, so that a device copies to and from it without a bounce."""
         self.numa_node = numa_node
         """Where its pages were placed; None if nobody chose."""
-        if populate or cpus is not None:
-            _run_on(cpus, self._populate)
+
+        def acquire() -> None:
+            self._array = self._allocate()
+            if populate or cpus is not None:
+                self._populate()
+
+        run_on(cpus, acquire)
+        self.address = int(self.numpy().ctypes.data)
+        """Of the first byte; aligned to a page of the operating system."""
+
+    def _allocate(self) -> npt.NDArray[np.uint8]:
+        """Zeroed memory, uint8 ``(nbytes,)``; called once, where its pages belong."""
+        try:
+            self._mapping = _map(self.nbytes)
+        except OSError as error:
+            raise CapacityError(
+                f"the operating system refused {self.nbytes} bytes ({format_bytes(self.nbytes)}) "
+                f"of host memory: {error}"
+            ) from error
+        return np.frombuffer(self._mapping, dtype=np.uint8)
 
     def _populate(self) -> None:
         """Give every page memory, in one call to the operating system where it has that."""
-        if self._array is None:
-            return
         began = time.perf_counter()
         try:
+            if self._mapping is None:
+                return
             self._mapping.madvise(MADV_POPULATE_WRITE)
         except OSError as error:
             logger.info("populating page by page, since madvise refused: %s", error)
-            self._array[:: mmap.PAGESIZE] = 0
+            self.numpy()[:: mmap.PAGESIZE] = 0
         logger.info(
             "populated %s of host memory in %.2f s",
             format_bytes(self.nbytes),
             time.perf_counter() - began,
         )
 
+    def numpy(self) -> npt.NDArray[np.uint8]:
+        """The memory as uint8 ``(nbytes,)``."""
+        if self._array is None:
+            raise ValueError("this host memory was released")
+        return self._array
+
     @property
     def tensor(self) -> torch.Tensor:
         """uint8 ``(nbytes,)`` over the memory, on the CPU."""
-        if self._array is None:
-            raise ValueError("this host memory was released")
-        return torch.from_numpy(self._array)
+        return torch.from_numpy(self.numpy())
 
     def resident_bytes(self) -> int:
         """Bytes of the mapping that occupy memory now, from ``mincore(2)``."""
@@ -196,23 +210,26 @@ class HostMemory:
     def release(self) -> None:
         """Give the memory back, as soon as nothing uses it any more. Works twice."""
         self._array = None
-        # Unmapped with the last view of it; closing it now would fail while there is one.
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
+        if self._mapping is not None:
+            # Unmapped with the last view of it; closing it now would fail while there is one.
+            with contextlib.suppress(BufferError):
+                self._mapping.close()
 
 
 def _map(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _run_on(cpus: set[int] | None, work: Callable[[], None]) -> None:
-    """Do ``work`` on a thread that runs on these processors only, and wait for it."""
+def run_on(cpus: set[int] | None, work: Callable[[], None]) -> None:
+    """Do ``work`` on these processors only, or anywhere if None; and wait for it."""
+    if cpus is None:
+        work()
+        return
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            if cpus is not None:
-                os.sched_setaffinity(0, cpus)  # of this thread alone
+            os.sched_setaffinity(0, cpus)  # of this thread alone
             work()
         except Exception as error:  # noqa: BLE001 - it belongs to the caller
             failed.append(error)

@@ -128,9 +128,9 @@ class BackendRegistry:
     def choose(self, name: str | None = None, device: str | None = None) -> tuple[str, Backend]:
         """Choose a backend that can run here; its name, and the backend.
 
-        The argument decides; then ``KVOFFLOAD_BACKEND``; then the only available accelerator;
-        then ``cpu``. A name never falls back to anything else; an empty argument is a name, an
-        empty variable is none.
+        The argument decides; then ``KVOFFLOAD_BACKEND``; then the only available accelerator (one
+        that declares itself a fallback only if there is no other); then ``cpu``. A name never
+        falls back to anything else; an empty argument is a name, an empty variable is none.
 
         Raises:
             BackendUnavailableError: the named backend cannot run here; with its reason.
@@ -147,7 +147,8 @@ class BackendRegistry:
                 named = f"{ENVIRONMENT}={shlex.quote(shortened(wanted))}"
                 error.args = (f"{named}: {_text(error)}",)
                 raise
-        accelerators = {}
+        accelerators: dict[str, Backend] = {}
+        fallbacks: dict[str, Backend] = {}
         for candidate in self.names():
             try:
                 backend = self.create(candidate, device)
@@ -159,7 +160,8 @@ class BackendRegistry:
             if _probe(backend).available and (
                 backend.device is None or backend.device.type != "cpu"
             ):
-                accelerators[candidate] = backend
+                (fallbacks if backend.fallback else accelerators)[candidate] = backend
+        accelerators = accelerators or fallbacks
         if len(accelerators) > 1:
             raise AmbiguousBackendError(
                 f"several accelerators are available: {', '.join(accelerators)}; "

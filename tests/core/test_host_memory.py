@@ -171,6 +171,7 @@ def test_a_huge_pool_costs_what_is_touched_and_no_loop_over_blocks_D19(
     monkeypatch.setattr(host_memory, "memory_limit", lambda: unlimited)
     monkeypatch.setattr(host_memory, "_map", sparse)
     monkeypatch.setattr(HostMemory, "_populate", lambda self: pytest.fail("populated unasked"))
+    HostLayout.within(pages, np.array([pages]), [np.array([0])])  # numpy imports on first use
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

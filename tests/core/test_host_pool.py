@@ -78,7 +78,7 @@ def test_a_budget_is_met_exactly_and_measured_D01() -> None:
         memory = engine.host.memory
         assert budget - row < memory.nbytes <= budget
         # Everything that was mapped, whether or not the engine would use it.
-        mapped = np.frombuffer(memory._mapping, dtype=np.uint8)
+        mapped = memory.numpy()
         mapped[:] = 1
         grown = (resident_kilobytes() - before) * 1024
         assert grown <= budget * 1.02

@@ -1,0 +1,5 @@
+"""The copy of the torch backend: gather, one copy per run of chunks, scatter."""
+
+from kvoffload.backends.index_copy import IndexCopy
+
+__all__ = ["IndexCopy"]

@@ -1,0 +1,333 @@
+// Stand-ins for the entry points of CUDA's driver, over runtime.h. Compiled against the real cuda.h,
+// which declares every function below, so that a wrong prototype is a conflicting declaration. They
+// check their arguments as a driver would, and more strictly where the manual calls something undefined.
+#define __CUDA_API_VERSION_INTERNAL  // declares the old and the new form of every versioned function
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime.h"
+
+namespace {
+
+std::atomic<int> driver_version{CUDA_VERSION};
+std::atomic<int64_t> registration_ceiling{INT64_MAX};
+std::atomic<int> sticky{CUDA_SUCCESS};  // what a failed registration leaves for the next call
+thread_local std::vector<CUcontext> contexts;
+thread_local std::string why;
+int context_marks[fake::kDevices];  // their addresses stand for the primary contexts
+
+CUresult refuse(CUresult result, const std::string& reason) {
+  why = reason;
+  return result;
+}
+
+int device_of(CUcontext context) {
+  for (int device = 0; device < fake::kDevices; device++)
+    if (context == reinterpret_cast<CUcontext>(&context_marks[device])) return device;
+  return -1;
+}
+
+int current_device() { return contexts.empty() ? -1 : device_of(contexts.back()); }
+
+// What every call does first. An injected failure stands for any reason that a driver may have.
+CUresult begin(const char* call, bool needs_context = true) {
+  if (const int error = sticky.exchange(CUDA_SUCCESS))
+    return refuse(static_cast<CUresult>(error), "left behind by an earlier failure");
+  if (const int error = fake::injected_failure(call))
+    return refuse(static_cast<CUresult>(error), std::string("injected: ") + call);
+  if (needs_context && current_device() < 0)
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "no context is current in this thread");
+  return CUDA_SUCCESS;
+}
+
+#define BEGIN(...) \
+  if (const CUresult failed = begin(__func__ __VA_OPT__(, ) __VA_ARGS__)) return failed
+
+struct Piece {
+  fake::Span dst, src;
+  size_t size;
+};
+
+CUresult enqueue(fake::Stream& stream, const char* what, std::vector<Piece> pieces) {
+  auto& counts = fake::counters();
+  const auto n = static_cast<int64_t>(pieces.size());
+  try {
+    stream.push(what, [pieces = std::move(pieces)] {
+      for (const Piece& piece : pieces) {
+        memcpy(piece.dst.open().data(), piece.src.open().data(), piece.size);
+        fake::counters().copied_bytes += static_cast<int64_t>(piece.size);
+      }
+    });
+  } catch (const fake::Error& error) {
+    return refuse(CUDA_ERROR_UNKNOWN, error.what());
+  }
+  counts.copies += n;
+  counts.copy_calls++;
+  int64_t largest = counts.largest_call;
+  while (n > largest && !counts.largest_call.compare_exchange_weak(largest, n)) {
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult check_stream(CUstream handle, fake::Stream*& stream) {
+  stream = fake::stream_of_handle(handle);
+  if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  if (stream->device != current_device())
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "the stream is of another device than the context");
+  if (stream->capturing)
+    return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the stream is being captured");
+  return CUDA_SUCCESS;
+}
+
+CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count,
+               CUmemcpyAttributes* attrs, size_t* attr_indices, size_t attr_count, size_t* fail_index,
+               CUstream handle) {
+  if (fail_index) *fail_index = SIZE_MAX;
+  if (!dsts || !srcs || !sizes || count == 0)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "an array is missing, or there is nothing to copy");
+  if (!handle || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "a batch cannot go onto a default stream");
+  fake::Stream* stream = nullptr;
+  if (const CUresult failed = check_stream(handle, stream)) return failed;
+  if (!attrs || !attr_indices || attr_count == 0 || attr_count > count || attr_indices[0] != 0)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "attributes must be given, and begin with copy 0");
+  for (size_t i = 0; i < attr_count; i++) {
+    const auto order = attrs[i].srcAccessOrder;
+    if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM &&
+        order != CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL &&
+        order != CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+      return refuse(CUDA_ERROR_INVALID_VALUE, "srcAccessOrder has no meaning");
+    if (attrs[i].flags & ~static_cast<unsigned>(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE))
+      return refuse(CUDA_ERROR_INVALID_VALUE, "unknown attribute flags");
+    if (i && (attr_indices[i] <= attr_indices[i - 1] || attr_indices[i] >= count))
+      return refuse(CUDA_ERROR_INVALID_VALUE, "attrsIdxs must rise, and stay below the count");
+  }
+  std::vector<Piece> pieces;
+  std::vector<std::pair<uintptr_t, uintptr_t>> written;
+  pieces.reserve(count);
+  written.reserve(count);
+  for (size_t i = 0, attr = 0; i < count; i++) {
+    if (attr + 1 < attr_count && attr_indices[attr + 1] == i) attr++;
+    try {
+      if (sizes[i] == 0) throw fake::Error("a copy of no bytes");
+      Piece piece{fake::Span(reinterpret_cast<void*>(dsts[i]), sizes[i]),
+                  fake::Span(reinterpret_cast<void*>(srcs[i]), sizes[i]), sizes[i]};
+      if (!piece.dst.known() || !piece.src.known())
+        throw fake::Error("neither device memory nor registered host memory");
+      // A read in any order may also come first: what the device still writes is then torn.
+      if (attrs[attr].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && piece.src.on_device())
+        throw fake::Error("device memory must be read in the order of the stream");
+      pieces.push_back(std::move(piece));
+    } catch (const fake::Error& error) {
+      if (fail_index) *fail_index = i;
+      return refuse(CUDA_ERROR_INVALID_VALUE, "copy " + std::to_string(i) + ": " + error.what());
+    }
+    written.emplace_back(dsts[i], dsts[i] + sizes[i]);
+  }
+  std::sort(written.begin(), written.end());
+  for (size_t i = 1; i < count; i++)
+    if (written[i].first < written[i - 1].second)
+      return refuse(CUDA_ERROR_INVALID_VALUE, "two copies of one batch write the same bytes");
+  fake::counters().attributed_calls++;
+  return enqueue(*stream, "cuMemcpyBatchAsync", std::move(pieces));
+}
+
+}  // namespace
+
+extern "C" {
+
+CUresult CUDAAPI cuInit(unsigned int flags) {
+  BEGIN(false);
+  return flags ? refuse(CUDA_ERROR_INVALID_VALUE, "flags must be 0") : CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDriverGetVersion(int* version) {
+  BEGIN(false);
+  *version = driver_version;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetCount(int* count) {
+  BEGIN(false);
+  *count = fake::kDevices;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
+  BEGIN(false);
+  if (ordinal < 0 || ordinal >= fake::kDevices)
+    return refuse(CUDA_ERROR_INVALID_DEVICE, "no such device");
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice) {
+  BEGIN(false);
+  snprintf(name, static_cast<size_t>(length), "fake device");
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
+  BEGIN(false);
+  snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", 0xfa + device);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  BEGIN(false);
+  if (device < 0 || device >= fake::kDevices)
+    return refuse(CUDA_ERROR_INVALID_DEVICE, "no such device");
+  *context = reinterpret_cast<CUcontext>(&context_marks[device]);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  BEGIN(false);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) {
+  BEGIN(false);
+  if (device_of(context) < 0) return refuse(CUDA_ERROR_INVALID_CONTEXT, "not a context");
+  contexts.push_back(context);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext* context) {
+  BEGIN(false);
+  if (contexts.empty()) return refuse(CUDA_ERROR_INVALID_CONTEXT, "no context was pushed");
+  if (context) *context = contexts.back();
+  contexts.pop_back();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext* context) {
+  BEGIN(false);
+  *context = contexts.empty() ? nullptr : contexts.back();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+  BEGIN();
+  // NULL is the default stream; nothing can be captured there.
+  fake::Stream* stream = handle ? fake::stream_of_handle(handle) : nullptr;
+  if (handle && !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  const bool capturing = stream && stream->capturing;
+  *status = capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemHostRegister_v2(void* address, size_t size, unsigned int flags) {
+  BEGIN();
+  CUresult failed = CUDA_SUCCESS;
+  if (!address || size == 0 || flags & ~0xfu)
+    failed = refuse(CUDA_ERROR_INVALID_VALUE, "nothing to register, or unknown flags");
+  else if (static_cast<int64_t>(size) > registration_ceiling)
+    failed = refuse(CUDA_ERROR_INVALID_VALUE, "more than this driver registers at once");
+  else
+    try {
+      fake::register_host(reinterpret_cast<uintptr_t>(address), size);
+    } catch (const fake::Error& error) {
+      failed = refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, error.what());
+    }
+  sticky = failed;
+  return failed;
+}
+
+CUresult CUDAAPI cuMemHostUnregister(void* address) {
+  BEGIN();
+  fake::AllocationPtr found;
+  try {
+    found = fake::find(reinterpret_cast<uintptr_t>(address), 1);
+  } catch (const fake::Error&) {
+  }
+  if (!found || found->owned || found->address != reinterpret_cast<uintptr_t>(address))
+    return refuse(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "no registration begins there");
+  fake::forget(found->address);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream handle) {
+  BEGIN();
+  if (!handle) return refuse(CUDA_ERROR_INVALID_VALUE, "copies do not belong on the default stream");
+  fake::Stream* stream = nullptr;
+  if (const CUresult failed = check_stream(handle, stream)) return failed;
+  try {
+    if (size == 0) throw fake::Error("a copy of no bytes");
+    Piece piece{fake::Span(reinterpret_cast<void*>(dst), size),
+                fake::Span(reinterpret_cast<void*>(src), size), size};
+    if (!piece.dst.on_device() && !piece.src.on_device())
+      throw fake::Error("neither side is device memory");
+    const bool pageable = !piece.dst.known() || !piece.src.known();
+    if (const CUresult failed = enqueue(*stream, "cuMemcpyAsync", {std::move(piece)})) return failed;
+    if (pageable) stream->synchronize();  // staged, while the host waits
+  } catch (const fake::Error& error) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, error.what());
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count,
+                                    CUmemcpyAttributes* attrs, size_t* attr_indices,
+                                    size_t attr_count, size_t* fail_index, CUstream stream) {
+  BEGIN();
+  if (driver_version < 12080) return refuse(CUDA_ERROR_NOT_SUPPORTED, "this driver has no batches");
+  return batch(dsts, srcs, sizes, count, attrs, attr_indices, attr_count, fail_index, stream);
+}
+
+CUresult CUDAAPI cuMemcpyBatchAsync_v2(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes,
+                                       size_t count, CUmemcpyAttributes* attrs,
+                                       size_t* attr_indices, size_t attr_count, CUstream stream) {
+  BEGIN();
+  if (driver_version < 13000) return refuse(CUDA_ERROR_NOT_SUPPORTED, "this driver has no such form");
+  return batch(dsts, srcs, sizes, count, attrs, attr_indices, attr_count, nullptr, stream);
+}
+
+CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
+  static const std::map<int, const char*> names = {
+      {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+      {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+      {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+      {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+      {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+      {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+      {CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+      {CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+      {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN"}};
+  const auto found = names.find(error);
+  *name = found == names.end() ? nullptr : found->second;
+  return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuGetErrorString(CUresult error, const char** text) {
+  (void)error;
+  *text = why.c_str();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGetProcAddress_v2(const char* symbol, void** function, int version, cuuint64_t,
+                                     CUdriverProcAddressQueryResult* status) {
+  BEGIN(false);
+  *function = nullptr;
+  const std::string name = symbol ? symbol : "";
+  const int known = std::min(version, driver_version.load());
+  if (name == "cuMemcpyBatchAsync") {
+    if (known >= 13000)
+      *function = reinterpret_cast<void*>(&cuMemcpyBatchAsync_v2);
+    else if (known >= 12080)
+      *function = reinterpret_cast<void*>(&cuMemcpyBatchAsync);
+  }
+  if (status)
+    *status = *function        ? CU_GET_PROC_ADDRESS_SUCCESS
+              : version > known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+                                : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+void fake_cuda_version(int version) { driver_version = version; }
+
+void fake_cuda_registration_ceiling(int64_t size) { registration_ceiling = size; }
+
+}  // extern "C"
