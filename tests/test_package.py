@@ -27,7 +27,7 @@ ALLOWED = {
     "rig": {"core", "backends.thread_base", "rig"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
-    "testing": {"core", "scheduler", "rig", "testing"},
+    "testing": {"core", "scheduler", "rig", "testing", "plugins"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905

@@ -138,6 +138,8 @@ class ThreadStream:
 
     def synchronize(self) -> None:
         """Block until the stream's work so far is done or has failed."""
+        if self._closed:
+            return  # it was finished before the thread was joined
         reached = threading.Event()
         self._enqueue(reached.set)
         reached.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -225,6 +226,67 @@ def simulate(
             seeds=range(seeds) if seed is None else [seed],
             broken=broken,
             backend_class=backend_class,
+            as_json=json,
+        )
+
+    return command
+
+
+def _seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"{shown(text)} is not a positive number of seconds")
+    return value
+
+
+@app.command()
+def verify(
+    name: Annotated[
+        str | None, typer.Argument(help="An installed backend; 'kvoffload backends' lists them.")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fake[:VARIANT]",
+            help="On the fake device instead of here: in one variant of its driver, or in all.",
+        ),
+    ] = None,
+    backend_class: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:CLASS",
+            help="A backend that is not installed: called with the device, or with nothing.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1; by default the backend's own choice.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(parser=_seconds, metavar="SECONDS", help="For each check.")
+    ] = 30.0,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of random checks.")] = 0,
+    json: Json = False,
+) -> Command:
+    """Prove a backend right: every check that its capabilities call for, in a process of its own.
+
+    Exit code: 0 if none failed; 1 if one did; 2 if the backend cannot run or be found; 130 for
+    Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.verify import run
+
+        return run(
+            name,
+            on=on,
+            backend_class=backend_class,
+            device=device,
+            deadline=deadline,
+            seed=seed,
             as_json=json,
         )
 

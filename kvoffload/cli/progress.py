@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with how many are done; on standard error.
+def progress_bar(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """Yields a function to call with how many are done, and of how many if that has changed.
+
+    It is shown on standard error.
 
     Args:
         what: is done, such as ``"replaying"``.
@@ -19,7 +21,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        yield lambda *_: None
         return
     columns = (
         TextColumn(what, markup=False),
@@ -29,4 +31,4 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        yield lambda done, of=None: progress.update(task, completed=done, total=of)

@@ -89,6 +89,19 @@ class BackendRegistry:
         """Names of all discovered backends, sorted; nothing is imported."""
         return sorted(self._entries)
 
+    def distribution(self, name: str) -> str:
+        """Name and version of what provides the backend.
+
+        Raises:
+            BackendNotFoundError: nothing does.
+        """
+        entries = self._entries.get(name)
+        if not entries:
+            raise BackendNotFoundError(
+                f"no backend named {shown(name)} is installed; installed: {', '.join(self.names())}"
+            )
+        return _sources(entries)
+
     def create(self, name: str, device: str | None = None) -> Backend:
         """Load one backend and construct it, whether or not it can run here.
 
@@ -101,12 +114,8 @@ class BackendRegistry:
             HookError: a hook is misspelt, missing, or takes an unknown argument.
             ConfigurationError: it cannot serve ``device``.
         """
-        entries = self._entries.get(name)
-        if not entries:
-            raise BackendNotFoundError(
-                f"no backend named {shown(name)} is installed; installed: {', '.join(self.names())}"
-            )
-        source = _sources(entries)
+        source = self.distribution(name)
+        entries = self._entries[name]
         if len(entries) > 1:
             raise DuplicateBackendError(_claimed(name, entries))
         what = f"backend {name!r} of {source}"
@@ -157,7 +166,7 @@ class BackendRegistry:
             except BackendError as error:
                 logger.warning("skipped while choosing a backend: %s", error)
                 continue
-            if _probe(backend).available and (
+            if probe_of(backend).available and (
                 backend.device is None or backend.device.type != "cpu"
             ):
                 (fallbacks if backend.fallback else accelerators)[candidate] = backend
@@ -173,7 +182,7 @@ class BackendRegistry:
 
     def _create_available(self, name: str, device: str | None) -> Backend:
         backend = self.create(name, device)
-        probe = _probe(backend)
+        probe = probe_of(backend)
         if not probe.available:
             raise BackendUnavailableError(f"backend {name!r} is not available: {probe.reason}")
         return backend
@@ -188,7 +197,7 @@ class BackendRegistry:
             except (BackendError, ConfigurationError) as error:
                 reports.append(BackendReport(name, source, False, None, None, _text(error)))
                 continue
-            probe = _probe(backend)
+            probe = probe_of(backend)
             capabilities = _plain(backend.capabilities) if probe.available else None
             reports.append(
                 BackendReport(name, source, probe.available, probe.reason, capabilities, None)
@@ -336,7 +345,7 @@ def _fault(backend: Any) -> str | None:
     return None
 
 
-def _probe(backend: Backend) -> Probe:
+def probe_of(backend: Backend) -> Probe:
     # A probe must not raise; one that does, or that answers anything else, is a reason.
     try:
         probe: Any = backend.probe()

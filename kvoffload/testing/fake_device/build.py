@@ -46,13 +46,17 @@ def build() -> Path:
             "install g++ 11 or later, or name another one in CXX"
         )
     sources = [SOURCES / name for name in REQUIRED]
+    headers = [SOURCES / "runtime.h"]
     includes = [f"-isystem{folder}" for folder in _torch_folders("include")]
     for name, header in WITH_HEADER.items():
         folder = find_header(header)
         if folder is not None:
             sources.append(SOURCES / name)
+            headers.append(folder / header)
             includes.append(f"-isystem{folder}")
-    target = cache_folder("fake-device") / _digest(compiler, sources, includes) / "libfake.so"
+    target = (
+        cache_folder("fake-device") / _digest(compiler, sources, headers, includes) / "libfake.so"
+    )
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,13 +86,13 @@ def _torch_folders(kind: str) -> list[Path]:
     return [root / "include", root / "include/torch/csrc/api/include"]
 
 
-def _digest(compiler: str, sources: list[Path], includes: list[str]) -> str:
+def _digest(compiler: str, sources: list[Path], headers: list[Path], includes: list[str]) -> str:
     digest = hashlib.sha256()
     version = _run([compiler, "--version"])
     for text in (torch.__version__, version, *FLAGS, *includes):
         digest.update(f"{text}\0".encode())
-    for source in (*sources, SOURCES / "runtime.h"):
-        digest.update(source.read_bytes())
+    for path in (*sources, *headers):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import IntArray
 from kvoffload.rig import Bytes, DeviceRig, Fault, register_rig
@@ -27,7 +28,7 @@ class SimRig(DeviceRig):
         self.world = backend.world
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return HostMemory(nbytes).tensor
 
     def compute(
         self,

@@ -16,6 +16,9 @@ from kvoffload.core.errors import CopyError
 from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan, Descriptors
 
+KEPT_ACCESSES = 250
+"""The latest ones, for telling who overtook whom: more than a program has."""
+
 
 class SimFault(Enum):
     """Where the next copy of a lane goes wrong."""
@@ -342,7 +345,8 @@ class World:
         self.tick = 0
         self.dead: Exception | None = None
         self.violations: list[str] = []
-        self.accesses: list[Access] = []
+        self.accesses: deque[Access] = deque(maxlen=KEPT_ACCESSES)
+        self._serial = 0
         self._random = random.Random(seed)
         self._faults: dict[Lane, SimFault] = {}
         self._starts: list[int] = []
@@ -384,7 +388,8 @@ class World:
 
     def note(self, what: str, reads: Iterable[str], writes: Iterable[str]) -> Access:
         """Something that touches memory is being enqueued."""
-        access = Access(len(self.accesses), what, frozenset(reads), frozenset(writes))
+        self._serial += 1
+        access = Access(self._serial, what, frozenset(reads), frozenset(writes))
         self.accesses.append(access)
         return access
 

@@ -71,6 +71,14 @@ CUresult enqueue(fake::Stream& stream, const char* what, std::vector<Piece> piec
   return CUDA_SUCCESS;
 }
 
+uintptr_t as_number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+CUresult check_device(CUdevice device) {
+  if (device < 0 || device >= fake::kDevices)
+    return refuse(CUDA_ERROR_INVALID_DEVICE, "no such device");
+  return CUDA_SUCCESS;
+}
+
 CUresult check_stream(CUstream handle, fake::Stream*& stream) {
   stream = fake::stream_of_handle(handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
@@ -105,7 +113,7 @@ CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count
       return refuse(CUDA_ERROR_INVALID_VALUE, "attrsIdxs must rise, and stay below the count");
   }
   std::vector<Piece> pieces;
-  std::vector<std::pair<uintptr_t, uintptr_t>> written;
+  std::vector<std::pair<uintptr_t, uintptr_t>> written;  // from, to
   pieces.reserve(count);
   written.reserve(count);
   for (size_t i = 0, attr = 0; i < count; i++) {
@@ -130,6 +138,12 @@ CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count
   for (size_t i = 1; i < count; i++)
     if (written[i].first < written[i - 1].second)
       return refuse(CUDA_ERROR_INVALID_VALUE, "two copies of one batch write the same bytes");
+  for (size_t i = 0; i < count; i++) {  // they run in no order
+    const auto after = std::lower_bound(written.begin(), written.end(),
+                                        std::pair<uintptr_t, uintptr_t>(srcs[i] + sizes[i], 0));
+    if (after != written.begin() && std::prev(after)->second > srcs[i])
+      return refuse(CUDA_ERROR_INVALID_VALUE, "a copy of the batch reads what the batch writes");
+  }
   fake::counters().attributed_calls++;
   return enqueue(*stream, "cuMemcpyBatchAsync", std::move(pieces));
 }
@@ -145,47 +159,53 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
 
 CUresult CUDAAPI cuDriverGetVersion(int* version) {
   BEGIN(false);
+  if (!version) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the version");
   *version = driver_version;
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGetCount(int* count) {
   BEGIN(false);
+  if (!count) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the number");
   *count = fake::kDevices;
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
   BEGIN(false);
-  if (ordinal < 0 || ordinal >= fake::kDevices)
-    return refuse(CUDA_ERROR_INVALID_DEVICE, "no such device");
+  if (!device) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the device");
+  if (const CUresult failed = check_device(ordinal)) return failed;
   *device = ordinal;
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice) {
+CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice device) {
   BEGIN(false);
+  if (!name || length <= 0) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the name");
+  if (const CUresult failed = check_device(device)) return failed;
   snprintf(name, static_cast<size_t>(length), "fake device");
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
   BEGIN(false);
+  if (!id || length <= 0) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the bus id");
+  if (const CUresult failed = check_device(device)) return failed;
   snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", 0xfa + device);
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   BEGIN(false);
-  if (device < 0 || device >= fake::kDevices)
-    return refuse(CUDA_ERROR_INVALID_DEVICE, "no such device");
+  if (!context) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the context");
+  if (const CUresult failed = check_device(device)) return failed;
   *context = reinterpret_cast<CUcontext>(&context_marks[device]);
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice) {
+CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) {
   BEGIN(false);
-  return CUDA_SUCCESS;
+  return check_device(device);
 }
 
 CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) {
@@ -205,12 +225,14 @@ CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext* context) {
 
 CUresult CUDAAPI cuCtxGetCurrent(CUcontext* context) {
   BEGIN(false);
+  if (!context) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the context");
   *context = contexts.empty() ? nullptr : contexts.back();
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
   BEGIN();
+  if (!status) return refuse(CUDA_ERROR_INVALID_VALUE, "nowhere to put the answer");
   // NULL is the default stream; nothing can be captured there.
   fake::Stream* stream = handle ? fake::stream_of_handle(handle) : nullptr;
   if (handle && !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
@@ -222,13 +244,13 @@ CUresult CUDAAPI cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* sta
 CUresult CUDAAPI cuMemHostRegister_v2(void* address, size_t size, unsigned int flags) {
   BEGIN();
   CUresult failed = CUDA_SUCCESS;
-  if (!address || size == 0 || flags & ~0xfu)
+  if (!address || size == 0 || flags & ~0xfu || size > UINTPTR_MAX - as_number(address))
     failed = refuse(CUDA_ERROR_INVALID_VALUE, "nothing to register, or unknown flags");
-  else if (static_cast<int64_t>(size) > registration_ceiling)
+  else if (size > static_cast<size_t>(registration_ceiling))
     failed = refuse(CUDA_ERROR_INVALID_VALUE, "more than this driver registers at once");
   else
     try {
-      fake::register_host(reinterpret_cast<uintptr_t>(address), size);
+      fake::register_host(as_number(address), size);
     } catch (const fake::Error& error) {
       failed = refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, error.what());
     }
@@ -240,10 +262,10 @@ CUresult CUDAAPI cuMemHostUnregister(void* address) {
   BEGIN();
   fake::AllocationPtr found;
   try {
-    found = fake::find(reinterpret_cast<uintptr_t>(address), 1);
+    found = fake::find(as_number(address), 1);
   } catch (const fake::Error&) {
   }
-  if (!found || found->owned || found->address != reinterpret_cast<uintptr_t>(address))
+  if (!found || found->owned || found->address != as_number(address))
     return refuse(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "no registration begins there");
   fake::forget(found->address);
   return CUDA_SUCCESS;
@@ -297,12 +319,14 @@ CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
       {CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
       {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN"}};
   const auto found = names.find(error);
+  if (!name) return CUDA_ERROR_INVALID_VALUE;
   *name = found == names.end() ? nullptr : found->second;
   return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult CUDAAPI cuGetErrorString(CUresult error, const char** text) {
   (void)error;
+  if (!text) return CUDA_ERROR_INVALID_VALUE;
   *text = why.c_str();
   return CUDA_SUCCESS;
 }
@@ -310,20 +334,21 @@ CUresult CUDAAPI cuGetErrorString(CUresult error, const char** text) {
 CUresult CUDAAPI cuGetProcAddress_v2(const char* symbol, void** function, int version, cuuint64_t,
                                      CUdriverProcAddressQueryResult* status) {
   BEGIN(false);
+  if (!symbol || !function) return refuse(CUDA_ERROR_INVALID_VALUE, "no name, or nowhere to put it");
   *function = nullptr;
-  const std::string name = symbol ? symbol : "";
-  const int known = std::min(version, driver_version.load());
-  if (name == "cuMemcpyBatchAsync") {
-    if (known >= 13000)
+  if (version > driver_version)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "a version that is newer than the driver's");
+  // A name that it does not have, or not for that version, is no failure: the answer is NULL.
+  auto found = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  if (std::string(symbol) == "cuMemcpyBatchAsync" && driver_version >= 12080) {
+    found = version < 12080 ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SUCCESS;
+    if (version >= 13000)
       *function = reinterpret_cast<void*>(&cuMemcpyBatchAsync_v2);
-    else if (known >= 12080)
+    else if (version >= 12080)
       *function = reinterpret_cast<void*>(&cuMemcpyBatchAsync);
   }
-  if (status)
-    *status = *function        ? CU_GET_PROC_ADDRESS_SUCCESS
-              : version > known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
-                                : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+  if (status) *status = found;
+  return CUDA_SUCCESS;
 }
 
 void fake_cuda_version(int version) { driver_version = version; }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace fake {
 
@@ -79,8 +80,11 @@ AllocationPtr allocate_device(int device, size_t size) {
   void* handed_out = mmap(nullptr, mapped, PROT_NONE, MAP_SHARED, file, 0);
   void* alias = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
   close(file);
-  if (handed_out == MAP_FAILED || alias == MAP_FAILED)
+  if (handed_out == MAP_FAILED || alias == MAP_FAILED) {
+    if (handed_out != MAP_FAILED) munmap(handed_out, mapped);
+    if (alias != MAP_FAILED) munmap(alias, mapped);
     throw Error("out of device memory: " + std::to_string(size) + " bytes");
+  }
   auto made = std::make_shared<Allocation>();
   made->address = reinterpret_cast<uintptr_t>(handed_out);
   made->size = size;
@@ -121,13 +125,13 @@ AllocationPtr find(uintptr_t address, size_t size) {
     const AllocationPtr& before = std::prev(after)->second;
     const uintptr_t end = before->address + before->size;
     if (address < end || (size == 0 && address == end)) {
-      if (address + size > end)
-        throw Error("a copy leaves its allocation by " + std::to_string(address + size - end) +
+      if (size > end - address)
+        throw Error("a copy leaves its allocation by " + std::to_string(size - (end - address)) +
                     " bytes");
       return before;
     }
   }
-  if (after != memory().ranges.end() && address + size > after->first)
+  if (after != memory().ranges.end() && size > after->first - address)
     throw Error("a copy begins before the allocation that it reaches into");
   return nullptr;
 }
@@ -214,41 +218,30 @@ void Stream::push(const char* what, std::function<void()> work) {
         error_ = std::string(what) + " failed on the device: " + error.what();
       }
     }
-    spoilt_ = !error_.empty();
   });
 }
 
 void Stream::record(const std::shared_ptr<Event>& event) {
-  uint64_t recording;
+  auto recording = std::make_shared<Event::Recording>();
   {
     std::lock_guard<std::mutex> lock(event->mutex_);
-    recording = ++event->recorded_;
+    event->last_ = recording;
   }
-  push_quietly([this, event, recording] {
+  push_quietly([this, recording] {
     {
-      std::lock_guard<std::mutex> lock(event->mutex_);
-      event->reached_ = std::max(event->reached_, recording);
-      event->error_ = error_;
-      event->at_ = std::chrono::steady_clock::now();
+      std::lock_guard<std::mutex> lock(recording->mutex);
+      recording->error = std::exchange(error_, {});
+      recording->at = std::chrono::steady_clock::now();
+      recording->reached = true;
+      std::lock_guard<std::mutex> own(mutex_);
+      busy_ = false;  // whoever sees the last event reached, sees the stream idle
     }
-    event->reached_cv_.notify_all();
-    if (spoilt_) {
-      error_.clear();
-      spoilt_ = false;
-    }
+    recording->changed.notify_all();
   });
 }
 
 void Stream::wait(const std::shared_ptr<Event>& event) {
-  uint64_t recording;
-  {
-    std::lock_guard<std::mutex> lock(event->mutex_);
-    recording = event->recorded_;
-  }
-  push_quietly([event, recording] {
-    std::unique_lock<std::mutex> lock(event->mutex_);
-    event->reached_cv_.wait(lock, [&] { return event->reached_ >= recording; });
-  });
+  if (auto recording = event->last()) push_quietly([recording] { recording->wait(); });
 }
 
 bool Stream::idle() {
@@ -289,32 +282,45 @@ void Stream::fail_next(bool at_submit) {
   (at_submit ? fail_submit_ : fail_execute_) = true;
 }
 
-bool Event::query() {
+void Stream::fail_no_more() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (reached_ < recorded_) return false;
-  if (!error_.empty()) throw Error(error_);
+  fail_submit_ = fail_execute_ = false;
+}
+
+void Event::Recording::wait() {
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [&] { return reached; });
+}
+
+std::shared_ptr<Event::Recording> Event::last() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_;
+}
+
+bool Event::query() {
+  const auto recording = last();
+  if (!recording) return true;
+  std::lock_guard<std::mutex> lock(recording->mutex);
+  if (!recording->reached) return false;
+  if (!recording->error.empty()) throw Error(recording->error);
   return true;
 }
 
 void Event::synchronize() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const uint64_t recording = recorded_;
-  reached_cv_.wait(lock, [&] { return reached_ >= recording; });
+  if (const auto recording = last()) recording->wait();
 }
 
-bool Event::recorded() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return recorded_ > 0;
-}
+bool Event::recorded() { return last() != nullptr; }
 
 double Event::milliseconds_to(Event& end) {
   if (!timing || !end.timing) throw Error("an event without timing");
   std::chrono::steady_clock::time_point from, to;
   for (auto [event, at] : {std::pair{this, &from}, std::pair{&end, &to}}) {
-    std::lock_guard<std::mutex> lock(event->mutex_);
-    if (event->recorded_ == 0 || event->reached_ < event->recorded_)
-      throw Error("an event that was not recorded, or not reached yet");
-    *at = event->at_;
+    const auto recording = event->last();
+    if (!recording) throw Error("an event that was not recorded");
+    std::lock_guard<std::mutex> lock(recording->mutex);
+    if (!recording->reached) throw Error("an event that was not reached yet");
+    *at = recording->at;
   }
   return std::chrono::duration<double, std::milli>(to - from).count();
 }
@@ -403,6 +409,7 @@ void fake_calm() {
   for (int device = 0; device < fake::kDevices; device++)
     for (fake::Stream* each : fake::streams(device)) {
       each->release();
+      each->fail_no_more();
       each->capturing = false;
     }
 }

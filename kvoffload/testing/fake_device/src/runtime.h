@@ -95,6 +95,7 @@ class Stream {
   void hold();
   void release();
   void fail_next(bool at_submit);
+  void fail_no_more();
 
  private:
   void run();
@@ -105,9 +106,7 @@ class Stream {
   int holds_ = 0;
   uint64_t released_ = 0;
   bool fail_submit_ = false, fail_execute_ = false;
-  // Of the worker thread alone.
-  std::string error_;
-  bool spoilt_ = false;
+  std::string error_;  // of the worker thread alone
 };
 
 class Event {
@@ -122,11 +121,18 @@ class Event {
 
  private:
   friend class Stream;
+  // Who waits, waits for the recording that was the last one then, whatever comes after it.
+  struct Recording {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool reached = false;
+    std::string error;
+    std::chrono::steady_clock::time_point at;
+    void wait();
+  };
+  std::shared_ptr<Recording> last();  // null if there is none
   std::mutex mutex_;
-  std::condition_variable reached_cv_;
-  uint64_t recorded_ = 0, reached_ = 0;
-  std::string error_;
-  std::chrono::steady_clock::time_point at_;
+  std::shared_ptr<Recording> last_;
 };
 
 Stream& stream(int device, int64_t id);  // 0: the default stream

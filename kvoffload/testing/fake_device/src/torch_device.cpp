@@ -308,6 +308,9 @@ bool plain_index(const at::Tensor& index) {
 // out[i] = self[index[i]]
 void gather(const at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Tensor& index) {
   const Rows from(self), to(out);
+  TORCH_CHECK(index.device() == self.device() && out.device() == self.device(),
+              "index_select: tensors of different devices");
+  TORCH_CHECK(out.dtype() == self.dtype(), "index_select: out has another dtype");
   if (out.numel() == 0) return;
   View o(out), s(self), x(index);
   if (dim != 0 || !from.are || !to.are || !plain_index(index)) {
@@ -328,6 +331,14 @@ void gather(const at::Tensor& out, const at::Tensor& self, int64_t dim, const at
 // self[index[i]] = source[i]
 void scatter(const at::Tensor& self, int64_t dim, const at::Tensor& index, const at::Tensor& source,
              const char* what) {
+  TORCH_CHECK(index.device() == self.device() && source.device() == self.device(), what,
+              ": tensors of different devices");
+  TORCH_CHECK(source.dtype() == self.dtype(), what, ": tensors of different dtypes");
+  TORCH_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong, what,
+              ": the fake device takes int64 indices in one dimension");
+  auto sizes = self.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = index.numel();
+  TORCH_CHECK(source.sizes() == at::IntArrayRef(sizes), what, ": as many slices as indices, alike");
   if (source.numel() == 0) return;
   const Rows to(self), from(source);
   View t(self), x(index), s(source);
@@ -372,10 +383,20 @@ void finish(fake::Stream& stream) {
   end->query();
 }
 
+// What comes on one stream from here on waits for what is on the other.
+void follow(fake::Stream& stream, fake::Stream& other) {
+  auto here = std::make_shared<fake::Event>(other.device, false);
+  other.record(here);
+  stream.wait(here);
+}
+
+// From device to device it is work of the source's stream, which the destination's waits for.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0) return dst;
   const bool on_device = self.device().type() == kFake && dst.device().type() == kFake;
   fake::Stream& stream = stream_of(self.device().type() == kFake ? self : dst);
+  fake::Stream* peer = on_device && self.device() != dst.device() ? &stream_of(dst) : nullptr;
+  if (peer) follow(stream, *peer);
   View from(self), to(dst);
   const bool alike = self.dtype() == dst.dtype() && self.sizes() == dst.sizes() &&
                      self.is_contiguous() && dst.is_contiguous();
@@ -391,6 +412,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
       to.tensor().copy_(source);
     });
   }
+  if (peer) follow(*peer, stream);
   // Pageable memory, and memory that is not in one piece, is copied while the host waits.
   const bool pinned = from.span().known() && to.span().known();
   if (!on_device && !(non_blocking && alike && pinned)) finish(stream);
@@ -424,7 +446,6 @@ at::Tensor& index_select_out(const at::Tensor& self, int64_t dim, const at::Tens
 at::Tensor& index_copy_(at::Tensor& self, int64_t dim, const at::Tensor& index,
                         const at::Tensor& source) {
   dim = at::maybe_wrap_dim(dim, self.dim());
-  TORCH_CHECK(index.numel() == source.size(dim), "index_copy_: as many indices as slices");
   scatter(self, dim, index, source, "index_copy_");
   return self;
 }
@@ -433,9 +454,10 @@ at::Tensor& index_put_(at::Tensor& self, const c10::List<std::optional<at::Tenso
                        const at::Tensor& values, bool accumulate, bool) {
   TORCH_CHECK(!accumulate && indices.size() == 1 && indices.get(0).has_value(),
               "the fake device puts whole rows only");
+  const at::Tensor index = indices.get(0)->to(self.device());  // torch takes the host's as well
   auto rows = self.sizes().vec();
-  rows[0] = indices.get(0)->numel();
-  scatter(self, 0, *indices.get(0), values.expand(rows), "index_put_");
+  rows[0] = index.numel();
+  scatter(self, 0, index, values.expand(rows), "index_put_");
   return self;
 }
 
@@ -458,9 +480,13 @@ at::Tensor view(const at::Tensor& self, at::SymIntArrayRef size) {
   return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  device_allocator().recordStream(self.storage().data_ptr(), stream);
+}
+
 // All else is done on the host, while everything waits.
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  fake::synchronize_device(current_device);
+  for (int device = 0; device < fake::kDevices; device++) fake::synchronize_device(device);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -477,6 +503,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("zero_", &zero);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
+  m.impl("record_stream", &record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
