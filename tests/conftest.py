@@ -13,7 +13,7 @@ import torch
 
 from kvoffload.core.backend import Backend
 from kvoffload.plugins.registry import BackendRegistry
-from tests.lab import Lab
+from kvoffload.testing.conformance.lab import Lab
 
 _NO_FAKE = pytest.StashKey[str]()
 """Why there is no fake device."""
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kv-backend",
         default="cpu",
-        help="The backend that the contract tests run on; it must be available.",
+        help="The backend that the conformance tests run on; it must be available.",
     )
     parser.addoption(
         "--kv-on",

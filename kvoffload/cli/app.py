@@ -293,6 +293,30 @@ def verify(
     return command
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[
+        str, typer.Argument(help="Of the backend: small letters, digits and '_', such as 'npu'.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that is empty, or not there yet.")
+    ],
+    json: Json = False,
+) -> Command:
+    """Write a backend to begin with: a distribution of its own that passes every check.
+
+    It runs on the host; its README says what to change for an accelerator, piece by piece. Exit
+    code: 0 if it was written; 2 if the name or the folder cannot be used.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.new_backend import run
+
+        return run(name, folder, as_json=json)
+
+    return command
+
+
 @bench.command("plan")
 def bench_plan(
     layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers.")] = 64,

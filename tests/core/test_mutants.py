@@ -1,4 +1,4 @@
-"""The contract can fail: each mutant breaks the code in one way; the sentence named kills it."""
+"""The kit sees what the core breaks: each mutant is killed by the check that it names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvoffload.core.engine import TransferEngine
 from kvoffload.core.lanes import Lane
 from kvoffload.core.ordering import OrderingTable
 from kvoffload.core.specs import HostLoadStoreSpec
-from tests.backends import contract
-from tests.lab import Lab
+from kvoffload.testing.conformance import CHECKS, run_check
+from kvoffload.testing.conformance.run import FAILED, PASSED
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
-MUTANTS: dict[str, tuple[Mutate, Callable[[Lab], None]]] = {}
+MUTANTS: dict[str, tuple[Mutate, str]] = {}
 
 
-def mutant(killed_by: Callable[[Lab], None]) -> Callable[[Mutate], Mutate]:
+def mutant(killed_by: str) -> Callable[[Mutate], Mutate]:
     def register(mutate: Mutate) -> Mutate:
         MUTANTS[mutate.__name__] = (mutate, killed_by)
         return mutate
@@ -41,28 +41,28 @@ def _ignore_compute(patch: pytest.MonkeyPatch, source_on_host: bool) -> None:
     patch.setattr(TransferEngine, "submit", mutated)
 
 
-@mutant(contract.a_store_waits_for_earlier_compute)
+@mutant("a store waits for earlier compute")
 def stores_ignore_compute(patch: pytest.MonkeyPatch) -> None:
     _ignore_compute(patch, source_on_host=False)
 
 
-@mutant(contract.a_load_waits_for_earlier_compute)
+@mutant("a load waits for earlier compute")
 def loads_ignore_compute(patch: pytest.MonkeyPatch) -> None:
     _ignore_compute(patch, source_on_host=True)
 
 
-@mutant(contract.an_event_recorded_earlier_orders_a_transfer)
+@mutant("an event recorded earlier orders a transfer")
 def events_given_are_ignored(patch: pytest.MonkeyPatch) -> None:
     _ignore_compute(patch, source_on_host=True)
     _ignore_compute(patch, source_on_host=False)
 
 
-@mutant(contract.jobs_that_share_blocks_run_in_the_order_of_their_submission)
+@mutant("transfers that share blocks run in the order of their submission")
 def lanes_ignore_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OrderingTable, "dependencies", lambda self, lane, reads, writes: [])
 
 
-@mutant(contract.a_store_waits_for_earlier_compute)
+@mutant("a store waits for earlier compute")
 def jobs_end_before_their_copy(patch: pytest.MonkeyPatch) -> None:
     swap_blocks = CpuBackend.swap_blocks
 
@@ -74,7 +74,7 @@ def jobs_end_before_their_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuBackend, "swap_blocks", mutated)
 
 
-@mutant(contract.every_failure_is_a_typed_result_and_the_next_job_works)
+@mutant("a copy that fails on the device fails and the next job works")
 def failures_of_the_copy_are_swallowed(patch: pytest.MonkeyPatch) -> None:
     end = TransferEngine._end
 
@@ -85,13 +85,13 @@ def failures_of_the_copy_are_swallowed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferEngine, "_end", mutated)
 
 
-@mutant(contract.every_job_ends_exactly_once)
+@mutant("every job ends exactly once")
 def results_come_twice(patch: pytest.MonkeyPatch) -> None:
     finished = TransferEngine.finished
     patch.setattr(TransferEngine, "finished", lambda self, lane=None: finished(self, lane) * 2)
 
 
-@mutant(contract.every_byte_round_trips_and_no_other_is_touched)
+@mutant("pages of any size round trip")
 def the_last_byte_is_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         f"{CpuBackend.__module__}.lower",
@@ -99,7 +99,7 @@ def the_last_byte_is_not_copied(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant(contract.every_byte_round_trips_and_no_other_is_touched)
+@mutant("pages of any size round trip")
 def a_byte_too_many_is_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         f"{CpuBackend.__module__}.lower",
@@ -107,23 +107,23 @@ def a_byte_too_many_is_copied(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant(contract.a_fence_orders_compute_after_a_transfer)
+@mutant("a fence orders compute after a transfer")
 def fences_do_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferEngine, "fence", lambda self, job_ids: None)
 
 
-@mutant(contract.a_result_tells_bytes_media_and_seconds)
+@mutant("a result tells bytes media and seconds")
 def bytes_of_the_last_tensor_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     finished = TransferEngine.finished
 
     def mutated(self: TransferEngine, lane: Lane | None = None) -> Any:
         results = finished(self, lane)
-        return [replace(result, transfer_size=result.transfer_size - 100) for result in results]
+        return [replace(result, transfer_size=result.transfer_size - 1) for result in results]
 
     patch.setattr(TransferEngine, "finished", mutated)
 
 
-@mutant(contract.events_are_reused)
+@mutant("events are reused")
 def events_are_made_for_every_job(patch: pytest.MonkeyPatch) -> None:
     end = TransferEngine._end
 
@@ -134,7 +134,7 @@ def events_are_made_for_every_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferEngine, "_end", mutated)
 
 
-@mutant(contract.submit_returns_while_the_device_is_busy)
+@mutant("submit returns while the device is busy")
 def submit_waits_for_the_copy(patch: pytest.MonkeyPatch) -> None:
     submit = TransferEngine.submit
 
@@ -149,19 +149,12 @@ def submit_waits_for_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_contract_kills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate, sentence = MUTANTS[name]
-    with Lab(CpuBackend()) as lab:
-        sentence(lab)  # and passes on the code as it is
+def test_the_kit_kills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, killed_by = MUTANTS[name]
+    assert run_check(CHECKS[killed_by], CpuBackend).outcome == PASSED  # on the code as it is
     mutate(monkeypatch)
     # Where a mutant is a race, it loses within a few rounds.
-    for _ in range(200):
-        with Lab(CpuBackend()) as lab:
-            try:
-                sentence(lab)
-            except (AssertionError, KeyError, pytest.fail.Exception):
-                break
-            finally:
-                lab.rig.release()
-    else:
-        pytest.fail(f"the mutant {name} survived {sentence.__name__}")
+    for seed in range(200):
+        if run_check(CHECKS[killed_by], CpuBackend, seed=seed).outcome == FAILED:
+            return
+    pytest.fail(f"the mutant {name} survived: {killed_by}")

@@ -144,8 +144,9 @@ CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count
     if (after != written.begin() && std::prev(after)->second > srcs[i])
       return refuse(CUDA_ERROR_INVALID_VALUE, "a copy of the batch reads what the batch writes");
   }
-  fake::counters().attributed_calls++;
-  return enqueue(*stream, "cuMemcpyBatchAsync", std::move(pieces));
+  const CUresult failed = enqueue(*stream, "cuMemcpyBatchAsync", std::move(pieces));
+  if (!failed) fake::counters().attributed_calls++;
+  return failed;
 }
 
 }  // namespace

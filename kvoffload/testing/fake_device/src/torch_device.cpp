@@ -4,6 +4,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -225,6 +228,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override;
   c10::Device getDeviceFromPtr(void* data) const override {
     auto found = fake::find(reinterpret_cast<uintptr_t>(data), 1);
     TORCH_CHECK(found && found->device != fake::kHost, "not device memory");
@@ -419,6 +423,35 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   return dst;
 }
 
+// Other memory for a storage, with what was in it; the old memory stays until that is copied.
+void regrow(const c10::Storage& storage, size_t size) {
+  const c10::DeviceGuard guard(storage.device());
+  fake::Stream& stream = current(storage.device().index());
+  const size_t kept = std::min(size, storage.nbytes());
+  c10::DataPtr fresh = device_allocator().allocate(size);
+  if (kept) {
+    const fake::Span from(storage.data(), kept), to(fresh.get(), kept);
+    stream.push("resize_", [=] { memcpy(to.open().data(), from.open().data(), kept); });
+    device_allocator().recordStream(storage.data_ptr(), as_torch(stream.device, stream.id));
+  }
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
+  storage.unsafeGetStorageImpl()->set_nbytes(size);
+}
+
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const {
+  regrow(storage, size);
+}
+
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
+                         std::optional<at::MemoryFormat> format) {
+  const size_t needed = at::detail::computeStorageNbytesContiguous(
+      size, self.element_size(), static_cast<size_t>(self.storage_offset()));
+  if (needed > self.storage().nbytes()) regrow(self.storage(), needed);
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
   if (self.sizes() != dst.sizes()) dst.resize_(self.sizes());
   return copy_from(self, dst, false);
@@ -452,12 +485,29 @@ at::Tensor& index_copy_(at::Tensor& self, int64_t dim, const at::Tensor& index,
 
 at::Tensor& index_put_(at::Tensor& self, const c10::List<std::optional<at::Tensor>>& indices,
                        const at::Tensor& values, bool accumulate, bool) {
-  TORCH_CHECK(!accumulate && indices.size() == 1 && indices.get(0).has_value(),
-              "the fake device puts whole rows only");
-  const at::Tensor index = indices.get(0)->to(self.device());  // torch takes the host's as well
-  auto rows = self.sizes().vec();
-  rows[0] = index.numel();
-  scatter(self, 0, index, values.expand(rows), "index_put_");
+  TORCH_CHECK(values.device() == self.device() || values.dim() == 0,
+              "index_put_: tensors of different devices");
+  TORCH_CHECK(values.dtype() == self.dtype(), "index_put_: tensors of different dtypes");
+  std::vector<std::optional<at::Tensor>> there;  // torch takes indices that the host has as well
+  for (const std::optional<at::Tensor>& index : indices)
+    there.push_back(index && index->defined() ? std::optional(index->to(self.device()))
+                                              : std::nullopt);
+  const at::Tensor source = values.to(self.device());
+  if (!accumulate && there.size() == 1 && there[0] && plain_index(*there[0])) {
+    auto rows = self.sizes().vec();
+    rows[0] = there[0]->numel();
+    scatter(self, 0, *there[0], source.expand(rows), "index_put_");
+    return self;
+  }
+  std::vector<std::optional<View>> views;
+  for (const auto& index : there) views.push_back(index ? std::optional<View>(*index) : std::nullopt);
+  kernel(stream_of(self), "index_put_", [=, t = View(self), s = View(source)] {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& each : views)
+      list.push_back(each ? std::optional(each->tensor()) : std::nullopt);
+    auto target = t.tensor();
+    at::_index_put_impl_(target, list, s.tensor(), accumulate, /*unsafe=*/false);
+  });
   return self;
 }
 
@@ -478,6 +528,28 @@ at::Tensor as_strided(const at::Tensor& self, at::SymIntArrayRef size, at::SymIn
 
 at::Tensor view(const at::Tensor& self, at::SymIntArrayRef size) {
   return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset,
+                        at::SymIntArrayRef size, at::SymIntArrayRef stride) {
+  TORCH_CHECK(source.device() == self.device(), "set_: a storage of another device");
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset.expect_int());
+  impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  if (!stride.empty())
+    impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  const auto count = static_cast<int64_t>(source.nbytes() / self.element_size());
+  return set_storage(self, std::move(source), 0, {c10::SymInt(count)}, {});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(),
+                     source.sym_strides());
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
@@ -503,6 +575,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("zero_", &zero);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("resize_", &resize);
+  m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Tensor", &set_tensor);
   m.impl("record_stream", &record_stream);
 }
 

@@ -1,0 +1,429 @@
+"""Backends that are wrong in one way each, beside a slow one that is right."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kvoffload.backends.thread_base import ThreadBackend, ThreadEvent, ThreadStream
+from kvoffload.core.backend import Capabilities, Keep, Probe
+from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.lanes import Lane
+from kvoffload.core.plan import CopyPlan, Side
+from kvoffload.testing.conformance import Guarantee
+
+MUTANTS: dict[str, tuple[type[Reference], Guarantee]] = {}
+"""By name: the backend, and the guarantee that it breaks."""
+
+
+def breaks(guarantee: Guarantee) -> Callable[[type[Reference]], type[Reference]]:
+    def register(backend: type[Reference]) -> type[Reference]:
+        MUTANTS[backend.__name__] = (backend, guarantee)
+        return backend
+
+    return register
+
+
+class Piece(NamedTuple):
+    """One page of one tensor."""
+
+    src: int
+    dst: int
+    size: int
+
+
+class Reference(ThreadBackend):
+    """Right, and as plain as can be: a page at a time, by the formula of a plan's sides."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.device = torch.device(device or "cpu")
+
+    def probe(self) -> Probe:
+        return Probe(True, "the reference of the mutants")
+
+    def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
+        pairs = slice(int(plan.bounds[group]), int(plan.bounds[group + 1]))
+        yield from zip(plan.src_units[pairs].tolist(), plan.dst_units[pairs].tolist(), strict=True)
+
+    def address(self, side: Side, tensor: int, unit: int) -> int:
+        block, piece = divmod(unit, side.factor)
+        return int(side.base[tensor] + block * side.hi[tensor] + piece * side.lo[tensor])
+
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        return [
+            Piece(
+                self.address(plan.src, tensor, src),
+                self.address(plan.dst, tensor, dst),
+                int(plan.geometry.page_bytes[tensor]),
+            )
+            for group, tensors in enumerate(plan.geometry.groups)
+            for src, dst in self.units(plan, group)
+            for tensor in tensors.tolist()
+        ]
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        pieces = keep(self.pieces(plan))
+        stream.submit(lambda: move(pieces))
+
+
+def move(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        ctypes.memmove(piece.dst, piece.src, piece.size)
+
+
+# --------------------------------------------------------------------------------------- order
+@breaks(Guarantee.ORDER)
+class IgnoresTheStreamItIsGiven(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.own = ThreadStream("kvoffload-own")
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        super().swap_blocks(plan, self.own, keep)
+
+    def close(self) -> None:
+        self.own.close()
+        super().close()
+
+
+@breaks(Guarantee.ORDER)
+class CopiesAtOnce(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        move(self.pieces(plan))
+
+
+@breaks(Guarantee.ORDER)
+class ReadsHostMemoryAtSubmit(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        pieces = self.pieces(plan)
+        if plan.lane is not Lane.LOAD:
+            stream.submit(lambda: move(pieces))
+            return
+        early = [(piece, ctypes.string_at(piece.src, piece.size)) for piece in pieces]
+        stream.submit(lambda: [ctypes.memmove(p.dst, data, p.size) for p, data in early] and None)
+
+
+class ForgetfulStream(ThreadStream):
+    def wait_event(self, event: Any) -> None:
+        # Looks at the event when its turn comes: it may have been recorded again by then. Not for
+        # ever, since that may be behind itself.
+        self._enqueue(lambda: event.point.reached.wait(0.5) and None)
+
+
+@breaks(Guarantee.ORDER)
+class WaitsForTheLatestRecording(Reference):
+    def new_stream(self, lane: Lane) -> ThreadStream:
+        if lane not in self.streams:
+            self.streams[lane] = ForgetfulStream(f"kvoffload-{lane.value}")
+        return self.streams[lane]
+
+
+class DeafStream(ThreadStream):
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+@breaks(Guarantee.ORDER)
+class LoadsWaitForNobody(Reference):
+    def new_stream(self, lane: Lane) -> ThreadStream:
+        if lane is Lane.LOAD and lane not in self.streams:
+            self.streams[lane] = DeafStream("kvoffload-deaf")
+        return super().new_stream(lane)
+
+
+class HastyEvent(ThreadEvent):
+    def query(self) -> bool:
+        return True
+
+
+@breaks(Guarantee.ORDER)
+class EventsAreAlwaysReached(Reference):
+    def new_event(self) -> ThreadEvent:
+        return HastyEvent()
+
+
+# ------------------------------------------------------------------------- inputs, asynchrony
+@breaks(Guarantee.INPUTS)
+class ReadsIndicesLate(Reference):
+    latest: list[Piece]
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        self.latest = self.pieces(plan)
+        stream.submit(lambda: move(self.latest))
+
+
+@breaks(Guarantee.ASYNCHRONY)
+class BlocksInSwapBlocks(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        super().swap_blocks(plan, stream, keep)
+        stream.synchronize()
+
+
+@breaks(Guarantee.ASYNCHRONY)
+class MakesAStreamEveryTime(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.made: list[ThreadStream] = []
+
+    def new_stream(self, lane: Lane) -> ThreadStream:
+        self.made.append(ThreadStream("kvoffload-another"))
+        return self.made[-1]
+
+    def close(self) -> None:
+        for stream in self.made:
+            stream.close()
+
+
+# --------------------------------------------------------------------------------------- bytes
+@breaks(Guarantee.BYTES)
+class IsOffByOneAtTheLastBlock(Reference):
+    def address(self, side: Side, tensor: int, unit: int) -> int:
+        last = int(side.count[tensor]) * side.factor - 1
+        return super().address(side, tensor, min(unit, last - 1))
+
+
+@breaks(Guarantee.BYTES)
+class EntersEveryChunkAtItsStart(Reference):
+    def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
+        pairs = list(super().units(plan, group))
+        skip = pairs[0][0] % plan.src.factor if plan.src_on_host and pairs else 0
+        yield from ((src - skip, dst) for src, dst in pairs)
+
+
+@breaks(Guarantee.BYTES)
+class SwapsTensorsOfEqualPages(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        pieces = super().pieces(plan)
+        if plan.lane is Lane.LOAD:
+            for first in range(0, len(pieces) - 1, 2):
+                one, two = pieces[first : first + 2]
+                if one.size == two.size:
+                    pieces[first : first + 2] = [
+                        one._replace(dst=two.dst),
+                        two._replace(dst=one.dst),
+                    ]
+        return pieces
+
+
+@breaks(Guarantee.BYTES)
+class IgnoresTheSecondGroup(Reference):
+    def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
+        return super().units(plan, group) if group == 0 else iter(())
+
+
+@breaks(Guarantee.BYTES)
+class MovesEveryTensorForEveryGroup(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        return [
+            Piece(
+                self.address(plan.src, tensor, src),
+                self.address(plan.dst, tensor, dst),
+                int(page),
+            )
+            for group in range(len(plan.geometry.groups))
+            for src, dst in self.units(plan, group)
+            for tensor, page in enumerate(plan.geometry.page_bytes)
+            if max(src // plan.src.factor, dst // plan.dst.factor)
+            < min(int(plan.src.count[tensor]), int(plan.dst.count[tensor]))
+        ]
+
+
+@breaks(Guarantee.BYTES)
+class MovesAByteTooFew(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        return [piece._replace(size=piece.size - 1) for piece in super().pieces(plan)]
+
+
+@breaks(Guarantee.BYTES)
+class WritesAByteTooMany(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        # Not behind host memory, which may be the end of a mapping.
+        extra = 0 if plan.dst_on_host else 1
+        return [piece._replace(size=piece.size + extra) for piece in super().pieces(plan)]
+
+
+@breaks(Guarantee.BYTES)
+class TruncatesTo32Bits(Reference):
+    def address(self, side: Side, tensor: int, unit: int) -> int:
+        base = int(side.base[tensor])
+        return base + ((super().address(side, tensor, unit) - base) & 0xFFFFFFFF)
+
+
+@breaks(Guarantee.BYTES)
+class DropsWhatOneCallDoesNotTake(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        return super().pieces(plan)[:10_000]
+
+
+@breaks(Guarantee.BYTES)
+class TakesHostMemoryForPlanes(Reference):
+    def address(self, side: Side, tensor: int, unit: int) -> int:
+        if side.factor == 1:
+            return super().address(side, tensor, unit)
+        page = int(side.lo[0])
+        return min(int(side.base[tensor]) + unit * page, int(side.end[tensor]) - 4096)
+
+
+@breaks(Guarantee.BYTES)
+class ForgetsCopiesOnTheDevice(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        if plan.lane is not Lane.COPY:
+            super().swap_blocks(plan, stream, keep)
+
+
+# ---------------------------------------------------------------------------------------- life
+@breaks(Guarantee.ENDS_ONCE)
+class SwallowsAnError(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        with contextlib.suppress(Exception):
+            super().swap_blocks(plan, stream, keep)
+
+
+class ForgivingEvent(ThreadEvent):
+    def query(self) -> bool:
+        return self.point.reached.is_set()
+
+
+@breaks(Guarantee.ENDS_ONCE)
+class EventsTellNoError(Reference):
+    def new_event(self) -> ThreadEvent:
+        return ForgivingEvent()
+
+
+@breaks(Guarantee.ENDS_ONCE)
+class Hangs(Reference):
+    let_go = threading.Event()
+    """Of the tests: nothing may be left running."""
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        stream.submit(lambda: self.let_go.wait() and None)
+
+
+@breaks(Guarantee.QUIET_EXIT)
+class LeavesItsThreads(Reference):
+    left: list[ThreadStream] = []  # noqa: RUF012 - of the tests, as above
+
+    def close(self) -> None:
+        self.left += self.streams.values()
+        self.streams = {}
+
+
+@breaks(Guarantee.QUIET_EXIT)
+class CannotBeClosedTwice(Reference):
+    closed = False
+
+    def close(self) -> None:
+        super().close()
+        if self.closed:
+            raise RuntimeError("closed twice")
+        self.closed = True
+
+
+# ------------------------------------------------------------------------- accounting, memory
+@breaks(Guarantee.ACCOUNTING)
+class KeepsEveryPlan(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        self.plans = [*getattr(self, "plans", []), plan]
+        super().swap_blocks(plan, stream, keep)
+
+
+@breaks(Guarantee.ACCOUNTING)
+class LeaksALittle(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.leaked: list[object] = []
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        self.leaked.append(object())
+        super().swap_blocks(plan, stream, keep)
+
+
+@breaks(Guarantee.MEMORY)
+class HandsOutUsedMemory(Reference):
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
+        memory = super().allocate_host(nbytes, numa_node)
+        memory.numpy()[:] = 0xEE
+        return memory
+
+
+@breaks(Guarantee.MEMORY)
+class TakesTwiceTheMemory(Reference):
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
+        memory = HostMemory(2 * nbytes, numa_node=numa_node, populate=True)
+        memory.nbytes = nbytes
+        return memory
+
+
+# ------------------------------------------------------------------------ capabilities, probe
+@breaks(Guarantee.CAPABILITIES)
+class ClaimsPinnedMemory(Reference):
+    capabilities = replace(Reference.capabilities, pinned_memory=True)
+
+
+@breaks(Guarantee.CAPABILITIES)
+class DeniesThatItIsAsynchronous(Reference):
+    capabilities = replace(Reference.capabilities, asynchronous=False)
+
+
+class WrongClock(ThreadEvent):
+    def elapsed_time(self, end: ThreadEvent) -> float:
+        return -1.0
+
+
+@breaks(Guarantee.CAPABILITIES)
+class MeasuresNonsense(Reference):
+    def new_event(self) -> ThreadEvent:
+        return WrongClock()
+
+
+class MicrosecondClock(ThreadEvent):
+    def elapsed_time(self, end: ThreadEvent) -> float:
+        return 1e6 + super().elapsed_time(end) * 1e3
+
+
+@breaks(Guarantee.CAPABILITIES)
+class MeasuresInAnotherUnit(Reference):
+    def new_event(self) -> ThreadEvent:
+        return MicrosecondClock()
+
+
+@breaks(Guarantee.CAPABILITIES)
+class CapabilitiesAreText(Reference):
+    capabilities = Capabilities(asynchronous="yes", timing_events=True)  # type: ignore[arg-type]
+
+
+@breaks(Guarantee.PROBE)
+class RaisesInProbe(Reference):
+    def probe(self) -> Probe:
+        raise OSError("libaccelerator.so: cannot open shared object file")
+
+
+@breaks(Guarantee.PROBE)
+class GivesNoReason(Reference):
+    def probe(self) -> Probe:
+        return Probe(True, "")
+
+
+# ------------------------------------------- not in the table: they take their process with them
+class DiesOnCopies(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        if plan.lane is Lane.COPY:
+            ctypes.string_at(0)
+        super().swap_blocks(plan, stream, keep)
+
+
+class KeepsTheInterpreterLock(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        ctypes.PyDLL(None).sleep(1000)
+
+
+class RaisesWhenItIsMade(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        raise OSError("no such driver")

@@ -1,0 +1,143 @@
+"""``kvoffload verify``: a child that hangs or dies costs one check and not the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvoffload.cli import main
+from kvoffload.core.errors import BackendUnavailableError, BrokenBackendError
+from kvoffload.testing.conformance import CHECKS, Outcome, verify as verify_module
+from kvoffload.testing.conformance.child import Request
+from kvoffload.testing.conformance.run import FAILED, PASSED, SKIPPED
+from kvoffload.testing.conformance.speed import Speed
+from kvoffload.testing.conformance.verify import Report, VariantReport, verify_variant
+
+HERE = "tests.testing.conformance.mutants"
+COPY, PROBE = "blocks are copied on the device", "the probe answers and never raises"
+STORE = "the first and the last block and chunk move"
+
+
+def verify(backend_class: str, *checks: str, **options: Any) -> VariantReport:
+    request = Request(None, f"{HERE}:{backend_class}", checks=list(checks), speed=False, **options)
+    return verify_variant(request)
+
+
+def test_a_process_that_dies_fails_its_check_and_the_next_one_runs() -> None:
+    report = verify("DiesOnCopies", COPY, PROBE)
+    died, went_on = report.outcomes
+    assert (died.name, died.outcome, died.guarantee) == (COPY, FAILED, "5 bytes")
+    assert "died of signal 11 (SIGSEGV)" in died.reason
+    assert (went_on.name, went_on.outcome) == (PROBE, PASSED)
+    assert report.level is None
+
+
+def test_a_transfer_that_never_ends_fails_its_check_and_the_next_one_runs() -> None:
+    report = verify("Hangs", STORE, PROBE, deadline=0.5)
+    hung, went_on = report.outcomes
+    assert (hung.outcome, hung.stuck) == (FAILED, True)
+    assert "waits for ever" in hung.reason
+    assert went_on.outcome == PASSED
+
+
+def test_a_process_that_answers_nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "GRACE_SECONDS", 0.5)
+    report = verify("KeepsTheInterpreterLock", STORE, PROBE, deadline=0.5)
+    hung, went_on = report.outcomes
+    assert (hung.outcome, "the process hung" in hung.reason) == (FAILED, True)
+    assert went_on.outcome == PASSED
+
+
+def test_a_backend_that_cannot_be_made_is_broken() -> None:
+    with pytest.raises(BrokenBackendError, match="OSError: no such driver"):
+        verify("RaisesWhenItIsMade", PROBE)
+    with pytest.raises(BrokenBackendError, match="no_such_module"):
+        verify_variant(Request(None, "no_such_module:Class"))
+
+
+def test_a_backend_that_cannot_run_here_says_why() -> None:
+    with pytest.raises(BackendUnavailableError, match="sees no accelerator"):
+        verify_variant(Request("torch"))
+
+
+def test_it_stops_when_it_is_told_to() -> None:
+    ended: list[int] = []
+    report = verify_variant(
+        Request("cpu"),
+        progress=lambda done, of: ended.append(done),
+        stop=lambda: len(ended) >= 3,
+    )
+    assert report.interrupted
+    assert 3 <= len(report.outcomes) < len(CHECKS)
+    assert report.level is None
+
+
+def test_cpu_passes_and_the_report_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "cpu", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["failed"] == 0
+    assert printed["passed"] >= 25
+    assert printed["passed"] + printed["skipped"] == len(CHECKS) == len(printed["checks"])
+    assert (printed["backend"], printed["device"]) == ("cpu", "cpu")
+    assert printed["distribution"].startswith("kvoffload ")
+    assert printed["variants"] == ["here"]
+    assert printed["level"] in ("asynchronous", "fast")
+    assert set(printed["speed"]["here"]) == {"store", "load"}
+    assert min(printed["speed"]["here"].values()) > 0
+    for check in printed["checks"]:
+        assert set(check) == {"name", "guarantee", "outcome", "reason", "variant"}
+        assert check["reason"] or check["outcome"] == PASSED
+
+
+def test_a_failure_is_named_with_its_guarantee(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = f"{HERE}:ClaimsPinnedMemory"
+    assert main(["verify", "--backend-class", backend]) == 1
+    out = capsys.readouterr().out
+    assert "  capabilities\n" in out
+    assert "FAILED  memory is pinned if and only if that is claimed: " in out
+    assert "1 failed" in out
+    assert out.endswith("level: none\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name an installed backend, or give --backend-class"),
+        (["cpu", "--backend-class", "a:B"], "one of both"),
+        (["nonsense"], "no backend named 'nonsense' is installed"),
+        (["cpu", "--on", "mars"], "there is only 'fake'"),
+        (["torch", "--on", "fake:17"], "the variants of torch are default"),
+        (["torch"], "sees no accelerator"),
+        (["cpu", "--deadline", "0"], "not a positive number of seconds"),
+        (["cpu", "--device", "cuda:0"], "serves device 'cpu'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def outcomes(*names: str) -> list[Outcome]:
+    return [Outcome("a", "5 bytes", name) for name in names]
+
+
+def test_the_level_is_the_least_of_all_variants() -> None:
+    fast, slow = Speed(0.9, 0.8), Speed(0.9, 0.79)
+    levels = {
+        "fast": VariantReport("1", "d", True, outcomes(PASSED), fast),
+        "asynchronous": VariantReport("2", "d", True, outcomes(PASSED, SKIPPED), slow),
+        "correct": VariantReport("3", "d", False, outcomes(PASSED), fast),
+        None: VariantReport("4", "d", True, outcomes(PASSED, FAILED), fast),
+    }
+    for level, variant in levels.items():
+        assert variant.level == level
+    assert VariantReport("5", "d", True, outcomes(SKIPPED), fast).level is None
+    variants = list(levels.values())
+    assert Report("b", "", variants[:2]).as_json()["level"] == "asynchronous"
+    assert Report("b", "", variants[:3]).as_json()["level"] == "correct"
+    assert Report("b", "", variants).as_json()["level"] is None
+    assert not Report("b", "").ok
