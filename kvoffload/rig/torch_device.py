@@ -62,7 +62,7 @@ class TorchRig(DeviceRig):
         work()
 
     def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        host = torch.from_numpy(np.array(array)).pin_memory()
+        host = _pinned(torch.from_numpy(np.array(array)))
         there = host.to(self.device, non_blocking=True)
         self._kept += [host, there]
         return there
@@ -72,7 +72,7 @@ class TorchRig(DeviceRig):
 
     def gather(self, tensor: torch.Tensor, rows: IntArray) -> Bytes:
         taken = tensor.index_select(0, self._upload(rows))
-        host = torch.empty(taken.shape, dtype=taken.dtype).pin_memory()
+        host = _pinned(torch.empty(taken.shape, dtype=taken.dtype))
         host.copy_(taken, non_blocking=True)
         self._kept += [taken, host]
         array: Bytes = host.numpy()
@@ -106,7 +106,7 @@ class TorchRig(DeviceRig):
         return self._held is not None and not self._held.query()
 
     def seconds_of_one_copy(self, nbytes: int, lane: Lane) -> float | None:
-        host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+        host = _pinned(torch.zeros(nbytes, dtype=torch.uint8))
         there = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         source, target = (there, host) if lane is Lane.STORE else (host, there)
         torch.accelerator.synchronize(self.device)
@@ -125,3 +125,11 @@ class TorchRig(DeviceRig):
         if self._before is not None:
             torch.accelerator.set_stream(self._before)
         self.synchronize()
+
+
+def _pinned(host: torch.Tensor) -> torch.Tensor:
+    """The tensor in pinned memory, or as it is where there is none to be had."""
+    try:
+        return host.pin_memory()
+    except RuntimeError:
+        return host

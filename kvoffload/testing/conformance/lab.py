@@ -170,6 +170,14 @@ class Lab:
         return np.where(numbers == NEVER, 0, values).astype(np.uint8)
 
     # ------------------------------------------------------------------------- device work
+    def hold(self) -> None:
+        """Hold the device until ``rig.release()``, so that what is submitted has to wait.
+
+        Not where copies may block: submitting one would wait for the release, for ever.
+        """
+        if self.backend.capabilities.asynchronous:
+            self.rig.hold()
+
     def fill(self, blocks: Sequence[int], tags: Sequence[int]) -> None:
         """Device work on the caller's stream: write ``tags`` into ``blocks`` of every tensor."""
         rows = np.array(blocks, dtype=np.int64)

@@ -71,7 +71,7 @@ class FakeDevice:
             "fake_set_capturing": [ctypes.c_int, integer, ctypes.c_int],
             "fake_priority": [ctypes.c_int, integer],
             "fake_delay": [integer],
-            "fake_fail_call": [ctypes.c_char_p, integer, ctypes.c_int],
+            "fake_fail_call": [ctypes.c_char_p, integer, integer, ctypes.c_int],
             "fake_calm": [],
             "fake_peek": [ctypes.c_uint64, address, ctypes.c_size_t],
             "fake_poke": [ctypes.c_uint64, address, ctypes.c_size_t],
@@ -103,9 +103,9 @@ class FakeDevice:
         """Refuse the stream's next piece of work, or let it fail when it runs."""
         self.library.fake_fail_next(stream.device_index, stream.stream_id, at_submit)
 
-    def fail_call(self, name: str, *, code: int, after: int = 0) -> None:
-        """Let a call of that name return ``code``, once, after so many that work."""
-        self.library.fake_fail_call(name.encode(), after, code)
+    def fail_call(self, name: str, *, code: int, after: int = 0, times: int = 1) -> None:
+        """Let calls of that name return ``code``, after so many that work."""
+        self.library.fake_fail_call(name.encode(), after, times, code)
 
     def set_capturing(self, stream: torch.Stream, capturing: bool) -> None:
         """The stream is being captured into a graph."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from kvoffload.backends.index_copy import IndexCopy
 from kvoffload.backends.torch.backend import GenericBackend
 from kvoffload.core.backend import Backend
+from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.plan import Geometry, power_of_two
 from kvoffload.testing.conformance.suite import BackendConformance
+from kvoffload.testing.fake_device import load
 
 pytestmark = pytest.mark.fake
 
@@ -20,6 +27,34 @@ class TestFirstDevice(BackendConformance):
 class TestSecondDevice(BackendConformance):
     def make_backend(self) -> Backend:
         return GenericBackend("fake:1")
+
+
+class Padded(GenericBackend):
+    """As a device that compiles for every shape wants it, and with very little staging."""
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        self._copy = IndexCopy(
+            geometry, caches, host, bucket=power_of_two, widest=4, staging_bytes=1000
+        )
+
+
+class TestPaddedAndInSmallParts(BackendConformance):
+    def make_backend(self) -> Backend:
+        return Padded("fake:0")
+
+
+class TestUnpinned(BackendConformance):
+    """Where pinning is refused, everything still holds that is still claimed."""
+
+    @pytest.fixture(autouse=True)
+    def _refuse_to_pin(self) -> Iterator[None]:
+        fake = load()
+        fake.fail_call("pin_memory", code=1, times=1 << 40)
+        yield
+        fake.calm()
+
+    def make_backend(self) -> Backend:
+        return GenericBackend("fake:0")
 
 
 def test_the_lane_runs_on_the_fake_device() -> None:

@@ -367,11 +367,6 @@ class ClaimsPinnedMemory(Reference):
     capabilities = replace(Reference.capabilities, pinned_memory=True)
 
 
-@breaks(Guarantee.CAPABILITIES)
-class DeniesThatItIsAsynchronous(Reference):
-    capabilities = replace(Reference.capabilities, asynchronous=False)
-
-
 class WrongClock(ThreadEvent):
     def elapsed_time(self, end: ThreadEvent) -> float:
         return -1.0

@@ -107,7 +107,7 @@ def seconds_exclude_what_a_transfer_waited_for(lab: Lab) -> None:
         skip("time means nothing on this device")
     lab.fill_all()
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     began = time.perf_counter()
     job = lab.store([1], [0])
     while time.perf_counter() - began < 0.25 and lab.rig.holding:
@@ -119,17 +119,6 @@ def seconds_exclude_what_a_transfer_waited_for(lab: Lab) -> None:
         result.transfer_time is not None and result.transfer_time < held,
         f"{result.transfer_time} s of a copy that waited {held} s",
     )
-
-
-@check(Guarantee.CAPABILITIES)
-def a_backend_that_is_not_asynchronous_is_done_when_submit_returns(lab: Lab) -> None:
-    if lab.backend.capabilities.asynchronous:
-        skip("it claims to be asynchronous")
-    lab.fill_all()
-    lab.rig.synchronize()
-    job = lab.store([1], [0])
-    ended = [result.job_id for result in lab.worker.get_finished()]
-    require(ended == [job], "it claims not to be asynchronous, but was not done at once")
 
 
 @check(Guarantee.CAPABILITIES, cache=Cache(pages=(64,) * 4, groups=((0, 1, 2, 3),), blocks=300,

@@ -15,7 +15,7 @@ from kvoffload.testing.conformance.lab import Cache, Lab
 def the_caller_may_change_its_arrays_at_once(lab: Lab) -> None:
     lab.fill([1, 6], [10, 60])
     blocks, chunks = np.array([1]), np.array([2])
-    lab.rig.hold()
+    lab.hold()
     job = lab.store(blocks, chunks)  # type: ignore[arg-type]
     blocks[0], chunks[0] = 6, 5
     lab.rig.release()
@@ -27,7 +27,7 @@ def the_caller_may_change_its_arrays_at_once(lab: Lab) -> None:
 def transfers_in_flight_keep_their_own_blocks(lab: Lab) -> None:
     lab.fill_all()
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     # Of one direction, so that they share whatever that direction shares.
     jobs = [lab.store([block], [31 - block]) for block in range(16)]
     jobs.append(lab.store(range(20, 36), range(16)))
@@ -42,7 +42,7 @@ def transfers_in_flight_keep_their_own_blocks(lab: Lab) -> None:
 def submit_returns_while_the_device_is_busy(lab: Lab) -> None:
     lab.fill([1], [5])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     jobs = [lab.store([1], [0]), lab.load([0], [2]), lab.copy([2], [3]), lab.store([2], [1])]
     require(lab.rig.holding, "submitting took until the device was free")
     require(lab.worker.get_finished() == [], "a transfer ended while its device was held")
@@ -62,7 +62,7 @@ def a_large_transfer_is_enqueued_while_the_device_is_busy(lab: Lab) -> None:
     everything = {0: (range(512), scattered), 1: (scattered, range(512))}
     lab.fill_all()
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     jobs = [lab.store_groups(everything)]
     jobs.append(lab.load_groups({0: (range(512), range(512), 0), 1: (scattered, scattered, 0)}))
     require(lab.rig.holding, "submitting took until the device was free")
@@ -106,7 +106,7 @@ def several_threads_may_submit_and_poll(lab: Lab) -> None:
 def an_event_says_no_while_the_device_is_held_and_yes_afterwards(lab: Lab) -> None:
     event = lab.backend.new_event()
     require(event.query() is True, "an event that was never recorded is not reached")
-    lab.rig.hold()
+    lab.hold()
     lab.backend.current_stream().record_event(event)
     answer = event.query()
     if lab.rig.holding:

@@ -8,14 +8,15 @@ from kvoffload.testing.conformance.lab import Cache, Lab
 
 
 def _nothing_has_ended(lab: Lab) -> None:
-    require(lab.worker.get_finished() == [], "a transfer ended before what it must wait for")
+    if lab.rig.holding:
+        require(lab.worker.get_finished() == [], "a transfer ended before what it must wait for")
 
 
 @check(Guarantee.ORDER)
 def a_store_waits_for_earlier_compute(lab: Lab) -> None:
     lab.fill([3], [1])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     lab.fill([3], [2])
     job = lab.store([3], [0])
     _nothing_has_ended(lab)
@@ -28,7 +29,7 @@ def a_store_waits_for_earlier_compute(lab: Lab) -> None:
 def a_load_waits_for_earlier_compute(lab: Lab) -> None:
     lab.fill([3, 5], [1, 9])
     lab.succeed(lab.store([3], [0]))
-    lab.rig.hold()
+    lab.hold()
     seen = lab.peek([5])
     job = lab.load([0], [5])
     _nothing_has_ended(lab)
@@ -44,7 +45,7 @@ def a_load_waits_for_earlier_compute(lab: Lab) -> None:
 def a_copy_on_the_device_waits_for_earlier_compute(lab: Lab) -> None:
     lab.fill([3], [1])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     lab.fill([3], [2])
     job = lab.copy([3], [4])
     _nothing_has_ended(lab)
@@ -57,7 +58,7 @@ def a_copy_on_the_device_waits_for_earlier_compute(lab: Lab) -> None:
 def transfers_that_share_blocks_run_in_the_order_of_their_submission(lab: Lab) -> None:
     lab.fill([3, 4], [33, 44])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     jobs = [
         lab.store([3], [0]),
         lab.load([0], [5]),
@@ -79,7 +80,7 @@ def transfers_of_one_direction_run_one_after_the_other(lab: Lab) -> None:
     lab.fill_all()
     lab.succeed(lab.store(range(8), range(8)))
     for lane in Lane:
-        lab.rig.hold()
+        lab.hold()
         if lane is Lane.STORE:
             jobs = [lab.store([block], [7 - block]) for block in range(8)]
         elif lane is Lane.LOAD:
@@ -97,7 +98,7 @@ def transfers_of_one_direction_run_one_after_the_other(lab: Lab) -> None:
 def an_event_recorded_earlier_orders_a_transfer(lab: Lab) -> None:
     lab.fill([1], [1])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     lab.fill([1], [2])
     mark = lab.backend.new_event()
     lab.backend.current_stream().record_event(mark)
@@ -113,7 +114,7 @@ def whoever_waits_for_an_event_waits_for_the_recording_that_it_saw(lab: Lab) -> 
     backend = lab.backend
     event, end = backend.new_event(), backend.new_event()
     waits, idle = backend.new_stream(Lane.STORE), backend.new_stream(Lane.LOAD)
-    lab.rig.hold()
+    lab.hold()
     backend.current_stream().record_event(event)
     if not lab.rig.holding:
         return  # a device that is not held proves nothing
@@ -131,7 +132,7 @@ def whoever_waits_for_an_event_waits_for_the_recording_that_it_saw(lab: Lab) -> 
 def without_an_event_a_transfer_does_not_wait_for_compute(lab: Lab) -> None:
     lab.fill([1], [1])
     lab.rig.synchronize()
-    lab.rig.hold()
+    lab.hold()
     job = lab.store([1], [0], after=None)
     lab.succeed(job)
     require(lab.rig.holding, "the transfer waited for the stream that it was to pass")
@@ -143,7 +144,7 @@ def without_an_event_a_transfer_does_not_wait_for_compute(lab: Lab) -> None:
 def a_fence_orders_compute_after_a_transfer(lab: Lab) -> None:
     lab.fill([1, 2], [1, 2])
     lab.succeed(lab.store([1], [0]))
-    lab.rig.hold()
+    lab.hold()
     job = lab.load([0], [2])
     lab.worker.fence([job, 12345])
     seen = lab.peek([2])
@@ -161,7 +162,7 @@ def a_random_program_of_compute_and_transfers_agrees_with_a_model(lab: Lab) -> N
     for _ in range(25):
         held = rng.random() < 0.5
         if held:
-            lab.rig.hold()
+            lab.hold()
         jobs: list[int] = []
         for _ in range(8):
             count = int(rng.integers(1, 4))

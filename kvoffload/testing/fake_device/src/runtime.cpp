@@ -31,9 +31,15 @@ Pool& pool() {
   return it;
 }
 
+struct Failure {
+  int64_t before;  // calls that still work
+  int64_t times;
+  int code;
+};
+
 struct Failures {
   std::mutex mutex;
-  std::map<std::string, std::pair<int64_t, int>> planned;  // call: calls before it, what it returns
+  std::map<std::string, Failure> planned;  // by call
 };
 Failures& failures() {
   static Failures& it = *new Failures;
@@ -366,10 +372,13 @@ int injected_failure(const char* call) {
   std::lock_guard<std::mutex> lock(failures().mutex);
   auto found = failures().planned.find(call);
   if (found == failures().planned.end()) return 0;
-  auto& [before, code] = found->second;
-  if (before-- > 0) return 0;
+  auto& [before, times, code] = found->second;
+  if (before > 0) {
+    before--;
+    return 0;
+  }
   const int result = code;
-  failures().planned.erase(found);
+  if (--times <= 0) failures().planned.erase(found);
   return result;
 }
 
@@ -394,9 +403,9 @@ int fake_priority(int device, int64_t id) { return fake::stream(device, id).prio
 
 void fake_delay(int64_t microseconds) { fake::delay_us = microseconds; }
 
-void fake_fail_call(const char* call, int64_t after, int code) {
+void fake_fail_call(const char* call, int64_t after, int64_t times, int code) {
   std::lock_guard<std::mutex> lock(fake::failures().mutex);
-  fake::failures().planned[call] = {after, code};
+  fake::failures().planned[call] = {after, times, code};
 }
 
 // Nothing held, nothing delayed, no failure planned.
