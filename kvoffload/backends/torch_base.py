@@ -102,9 +102,13 @@ class TorchBackend(Backend):
                 return TorchPinnedMemory(nbytes, numa_node=numa_node)
             except RuntimeError as error:
                 why = f"pinning was refused ({str(error).splitlines()[0]})"
+        self.do_without_pinned_memory(why)
+        return HostMemory(nbytes, numa_node=numa_node)
+
+    def do_without_pinned_memory(self, why: str) -> None:
+        """Say once that copies go through pageable memory from here on, and claim no more."""
         logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
         self.capabilities = replace(self.capabilities, pinned_memory=False, asynchronous=False)
-        return HostMemory(nbytes, numa_node=numa_node)
 
     def close(self) -> None:
         self.streams = {}

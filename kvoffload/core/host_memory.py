@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import logging
@@ -24,6 +25,12 @@ logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later, from ``asm-generic/mman-common.h``; Python does not name it."""
+
+
+MOST_THREADS = 16
+"""That touch memory for the first time; more of them only wait for the kernel."""
+THREAD_BYTES = 256 * 1024 * 1024
+"""From which another thread pays."""
 
 
 @dataclass(frozen=True)
@@ -165,19 +172,30 @@ class HostMemory:
         return np.frombuffer(self._mapping, dtype=np.uint8)
 
     def _populate(self) -> None:
-        """Give every page memory, in one call to the operating system where it has that."""
+        """Give every page memory, on as many threads as pay; those run where this one may run."""
+        if self._mapping is None:
+            return
+        array = self.numpy()
+        address = int(array.ctypes.data)
+        threads = min(len(os.sched_getaffinity(0)), MOST_THREADS, -(-self.nbytes // THREAD_BYTES))
+        step = -(-self.nbytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE or mmap.PAGESIZE
+        starts = range(0, self.nbytes, step)
         began = time.perf_counter()
-        try:
-            if self._mapping is None:
-                return
-            self._mapping.madvise(MADV_POPULATE_WRITE)
-        except OSError as error:
-            logger.info("populating page by page, since madvise refused: %s", error)
-            self.numpy()[:: mmap.PAGESIZE] = 0
+        with concurrent.futures.ThreadPoolExecutor(threads, "kvoffload-first-touch") as pool:
+            refusals = list(
+                pool.map(
+                    lambda start: _populate_range(address + start, array[start : start + step]),
+                    starts,
+                )
+            )
+        refused = next((text for text in refusals if text), None)
+        if refused is not None:
+            logger.info("populated page by page, since madvise refused: %s", refused)
         logger.info(
-            "populated %s of host memory in %.2f s",
+            "populated %s of host memory in %.2f s on %d threads",
             format_bytes(self.nbytes),
             time.perf_counter() - began,
+            threads,
         )
 
     def numpy(self) -> npt.NDArray[np.uint8]:
@@ -214,6 +232,17 @@ class HostMemory:
             # Unmapped with the last view of it; closing it now would fail while there is one.
             with contextlib.suppress(BufferError):
                 self._mapping.close()
+
+
+def _populate_range(address: int, array: npt.NDArray[np.uint8]) -> str | None:
+    """Give these pages memory, in one call where the kernel has that; why not, if it has not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(array.nbytes)
+    if libc.madvise(*arguments, ctypes.c_int(MADV_POPULATE_WRITE)) == 0:
+        return None
+    refused = os.strerror(ctypes.get_errno())
+    array[:: mmap.PAGESIZE] = 0
+    return refused
 
 
 def _map(nbytes: int) -> mmap.mmap:

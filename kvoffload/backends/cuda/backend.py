@@ -1,20 +1,30 @@
-"""The cuda backend: so far only its probe."""
+"""The cuda backend, tied together."""
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-from kvoffload.backends._planned import PlannedBackend, torch_build
+from kvoffload.backends._driver import Driver, DriverBackend, open_library
+from kvoffload.backends.cuda.copy import LIBRARIES, CudaDriver
 
 
-class CudaBackend(PlannedBackend):
-    """NVIDIA GPUs through the CUDA driver."""
+class CudaBackend(DriverBackend):
+    """NVIDIA GPUs through the CUDA driver.
 
-    name = "cuda"
+    Args:
+        device: such as ``"cuda:1"``; the first by default.
+        library: the driver, opened with ctypes; the installed one by default.
+    """
 
-    def missing(self) -> str | None:
-        if torch.version.cuda is None:
-            return f"{torch_build()} was built without CUDA"
-        if not torch.cuda.is_available():
-            return f"{torch_build()} supports CUDA {torch.version.cuda}, but finds no usable GPU"
+    def __init__(self, device: str | None = None, library: ctypes.CDLL | None = None) -> None:
+        super().__init__(device or "cuda", library)
+
+    def open_driver(self, library: ctypes.CDLL | None) -> Driver:
+        return CudaDriver(library or open_library(LIBRARIES))
+
+    def missing_from_torch(self) -> str | None:
+        if self.device.type == "cuda" and torch.version.cuda is None:
+            return f"torch {torch.__version__} was built without CUDA; install a build with it"
         return None

@@ -14,7 +14,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 
 from kvoffload.core.specs import IntArray
 from kvoffload.rig import Bytes
-from kvoffload.testing.fake_device.build import build
+from kvoffload.testing.fake_device.build import CannotBuildError, build
 
 DEVICE_TYPE = "fake"
 """What torch calls the device: ``torch.device("fake:0")``."""
@@ -90,6 +90,20 @@ class FakeDevice:
     def has_cuda(self) -> bool:
         """CUDA's stand-ins are in: its header was there."""
         return hasattr(self.library, "cuInit")
+
+    def cuda_driver(self, version: int) -> ctypes.CDLL:
+        """CUDA's driver in this version, such as 12080: of the whole process, until the next call.
+
+        Raises:
+            CannotBuildError: its header was not there when the device was built.
+        """
+        if not self.has_cuda:
+            raise CannotBuildError(
+                "the fake device was built without CUDA's stand-ins, since there is no cuda.h; "
+                "pip install nvidia-cuda-runtime, or set CUDA_HOME"
+            )
+        self.library.fake_cuda_version(version)
+        return ctypes.CDLL(str(self.path))
 
     def hold(self, stream: torch.Stream) -> None:
         """Stop the stream: what is enqueued from here on waits for :meth:`release`."""

@@ -14,8 +14,23 @@ DEFAULT_VARIANT = "default"
 """Of a backend that has no driver of its own."""
 DEVICE = f"{DEVICE_TYPE}:0"
 
-VARIANTS: dict[str, dict[str, MakeOnFake]] = {}
-"""By backend and variant. Factories import the backend, so that reading the names costs nothing."""
+
+def _cuda(driver_version: int) -> MakeOnFake:
+    def make(fake: FakeDevice) -> Backend:
+        from kvoffload.backends.cuda.backend import CudaBackend
+
+        return CudaBackend(DEVICE, library=fake.cuda_driver(driver_version))
+
+    return make
+
+
+VARIANTS: dict[str, dict[str, MakeOnFake]] = {
+    "cuda": {"13.0": _cuda(13000), "12.8": _cuda(12080), "12.4": _cuda(12040)},
+}
+"""By backend and variant, which is the driver's version where there is one.
+
+CUDA 13 and 12.8 have different calls for many copies, 12.4 has none.
+"""
 
 
 def variants_of(backend: str) -> list[str]:

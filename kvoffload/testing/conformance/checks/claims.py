@@ -7,6 +7,8 @@ import math
 import time
 from dataclasses import fields
 
+import torch
+
 from kvoffload.core.backend import Backend, Capabilities, HostOrder, Probe
 from kvoffload.core.lanes import Lane
 from kvoffload.testing.conformance.check import Guarantee, MakeBackend, check, require, skip
@@ -73,6 +75,8 @@ def _torch_says_pinned(backend: Backend, lab: Lab) -> bool | None:
     """Whether torch knows the memory as pinned; None where torch does not know the device."""
     if backend.device is None or backend.device.type == "cpu":
         return None
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1).pin_memory()  # torch answers only once it has met the device
     return bool(lab.engine.host.memory.tensor.is_pinned())
 
 
