@@ -14,7 +14,7 @@ STAMP := $(VENV)/.ready-$(shell printf '%s' $(call quoted,$(TORCH)) | cksum | tr
 
 help:
 	@echo "make demo    replay a chat workload through the whole system (under a minute)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, here and then on the fake device"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove everything that was set up or built"
 	@echo "TORCH='torch==2.13.0' chooses another torch, PYTHON=python3.12 another Python"
@@ -34,6 +34,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest
+	$(BIN)/pytest --kv-on fake
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,14 +25,18 @@ ALLOWED = {
     "scheduler": {"core", "scheduler"},
     "plugins": {"core", "plugins"},
     "rig": {"core", "backends.thread_base", "rig"},
+    "new_backend": {"core", "new_backend"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
-    "testing": {"core", "scheduler", "rig", "testing", "plugins"},
+    "testing": {"core", "scheduler", "rig", "testing", "plugins", "backends"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905
 )
-BASES = {f"backends.{name}" for name in ("thread_base", "torch_base", "index_copy", "_planned")}
+BASES = {
+    f"backends.{name}"
+    for name in ("thread_base", "torch_base", "index_copy", "_driver", "_planned")
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).parent / "template"
 SUFFIX = ".in"
 RENAMED = {"package": "kvoffload_@name@", "gitignore.in": ".gitignore.in"}
 """Folders and files of the template that are called something else where they are written."""
-LONGEST_NAME = 40
+LONGEST_NAME = 24
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 

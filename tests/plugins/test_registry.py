@@ -464,3 +464,47 @@ def test_a_backend_that_is_not_available_claims_nothing(
     assert found["cpu"].capabilities is not None
     assert main(["backends"]) == 0
     assert capsys.readouterr().out.count("host_order") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import nonexistent_thing", "nonexistent_thing"),
+        (good().replace("def kvoffload_backend", "def kvoffload_backnd"), "backnd"),
+        (good().replace("(device)", "(device, colour)"), "colour"),
+        (good().replace("interface = 1", "interface = 2"), "interface version 2"),
+        (good().replace("return backend", "return 7"), "7, not a Backend"),
+        (good(available=False), "so it was made"),
+    ],
+    ids=[
+        "import",
+        "misspelt hook",
+        "unknown argument",
+        "newer interface",
+        "wrong result",
+        "not available",
+    ],
+)
+def test_verify_tells_in_one_line_why_a_backend_cannot_be_verified(
+    install: Install, capsys: pytest.CaptureFixture[str], source: str, error: str
+) -> None:
+    install("broken", "oops", source)
+    assert main(["verify", "oops"]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert error in out.err
+    assert out.err.startswith("kvoffload: error: ")
+    assert out.err.count("\n") == 1
+
+
+def test_verify_refuses_a_name_that_is_claimed_twice_or_by_nobody(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("first", "same", good())
+    install("second", "same", good())
+    assert main(["verify", "same"]) == 2
+    said = capsys.readouterr().err
+    assert "first 1.5" in said
+    assert "second 1.5" in said
+    assert main(["verify", "nobody"]) == 2
+    assert "no backend named 'nobody' is installed; installed: cpu" in capsys.readouterr().err
