@@ -343,18 +343,25 @@ class DriverBackend(TorchBackend):
             raise TypeError(f"not a stream of this backend: {stream!r}")
         copies = keep(self.lower(plan))
         with self.driver.current(self.index):
-            self.enqueue(copies, handle_of(stream), any_order=plan.src_on_host and plan.settled)
+            self.enqueue(copies, plan, stream, keep)
 
-    def enqueue(self, copies: Descriptors, stream: int, *, any_order: bool) -> None:
-        """Enqueue the copies in as few calls as the driver allows."""
-        driver = self.driver
+    def enqueue(
+        self,
+        copies: Descriptors,
+        plan: CopyPlan,
+        stream: torch.Stream,
+        keep: Keep[Any],  # noqa: ARG002 - for backends that make something for the copy
+    ) -> None:
+        """Enqueue the copies of ``plan`` in as few calls as the driver allows."""
+        driver, handle = self.driver, handle_of(stream)
         # Batches are for memory that the driver knows.
         if driver.has_batch and self.capabilities.pinned_memory:
+            any_order = plan.src_on_host and plan.settled
             for part in copies.split(self.max_batch):
-                driver.copy_batch(part, stream, any_order=any_order)
+                driver.copy_batch(part, handle, any_order=any_order)
             return
         for dst, src, nbytes in _rows(copies):
-            driver.copy(dst, src, nbytes, stream)
+            driver.copy(dst, src, nbytes, handle)
 
 
 def _rows(copies: Descriptors) -> Iterator[tuple[int, int, int]]:

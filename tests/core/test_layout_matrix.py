@@ -53,9 +53,11 @@ def _pairs(point: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]
     return set(itertools.combinations(enumerate(point), 2))
 
 
-def round_trip(make_backend: Callable[[], Backend], case: Case, order: HostOrder) -> None:
+def round_trip(
+    make_backend: Callable[[], Backend], case: Case, order: HostOrder, device: str = "cpu"
+) -> None:
     rng = np.random.default_rng(7)
-    live, expected = build(case), build(case)
+    live, expected = build(case, device), build(case)
     blocks, factor = case.blocks, case.factor
     groups = len(live.registration.groups)
     caches = canonicalize(live.registration)
@@ -108,7 +110,7 @@ def round_trip(make_backend: Callable[[], Backend], case: Case, order: HostOrder
                     source.block(group, int(b_from)), expected.block(group, int(b_to)), strict=True
                 ):
                     new.copy_(old)
-        wrong = torch.nonzero(live.storage != expected.storage).flatten().tolist()
+        wrong = torch.nonzero(live.storage.cpu() != expected.storage).flatten().tolist()
         assert not wrong, f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
 
         beyond = DeviceLoadStoreSpec([blocks] * factor, [factor] + [0] * (groups - 1))

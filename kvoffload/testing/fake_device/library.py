@@ -86,6 +86,10 @@ class FakeDevice:
                 ctypes.c_int if name in ("fake_priority", "fake_peek", "fake_poke") else None
             )
 
+        if self.has_cuda:
+            self.library.fake_cuda_version.argtypes = [ctypes.c_int]
+            self.library.fake_cuda_registration_ceiling.argtypes = [integer]
+
     @property
     def has_cuda(self) -> bool:
         """CUDA's stand-ins are in: its header was there."""
@@ -104,6 +108,11 @@ class FakeDevice:
             )
         self.library.fake_cuda_version(version)
         return ctypes.CDLL(str(self.path))
+
+    def limit_registrations(self, nbytes: int | None = None) -> None:
+        """CUDA's driver registers no more than so many bytes at once; None: any number."""
+        largest = (1 << 63) - 1
+        self.library.fake_cuda_registration_ceiling(largest if nbytes is None else nbytes)
 
     def hold(self, stream: torch.Stream) -> None:
         """Stop the stream: what is enqueued from here on waits for :meth:`release`."""
