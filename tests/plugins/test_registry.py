@@ -265,11 +265,12 @@ def test_two_backends_do_not_answer_for_each_other(install: Install) -> None:
     assert type(cpu).__name__ == "CpuBackend"
 
 
-def test_the_planned_backends_say_what_is_missing_here() -> None:
+def test_backends_say_what_is_missing_here() -> None:
     reports = {r.name: r for r in BackendRegistry().reports()}
     for name in ("cuda", "rocm", "hpu"):
-        assert not reports[name].available
-        assert "does not implement the copy for it yet" in str(reports[name].reason)
+        if reports[name].available:
+            pytest.skip(f"this machine has what {name} needs")
+        assert reports[name].reason
         with pytest.raises(BackendUnavailableError, match=name):
             select_backend(name)
     assert "habana_frameworks.torch is not installed" in str(reports["hpu"].reason)

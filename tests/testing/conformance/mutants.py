@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ import torch
 from kvoffload.backends.thread_base import ThreadBackend, ThreadEvent, ThreadStream
 from kvoffload.core.backend import Capabilities, Keep, Probe
 from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
-from kvoffload.core.plan import CopyPlan, Side
+from kvoffload.core.plan import CopyPlan, Geometry, Side
 from kvoffload.testing.conformance import Guarantee
 
 MUTANTS: dict[str, tuple[type[Reference], Guarantee]] = {}
@@ -28,6 +30,11 @@ def breaks(guarantee: Guarantee) -> Callable[[type[Reference]], type[Reference]]
         return backend
 
     return register
+
+
+ALIVE: deque[object] = deque(maxlen=50)
+"""Memory of the latest backends. What a mutant still copies when it should have ended must not take
+the process of the tests down."""
 
 
 class Piece(NamedTuple):
@@ -47,6 +54,9 @@ class Reference(ThreadBackend):
 
     def probe(self) -> Probe:
         return Probe(True, "the reference of the mutants")
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        ALIVE.append((caches, host.numpy()))
 
     def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
         pairs = slice(int(plan.bounds[group]), int(plan.bounds[group + 1]))
@@ -263,12 +273,14 @@ class DropsWhatOneCallDoesNotTake(Reference):
 
 
 @breaks(Guarantee.BYTES)
-class TakesHostMemoryForPlanes(Reference):
-    def address(self, side: Side, tensor: int, unit: int) -> int:
-        if side.factor == 1:
-            return super().address(side, tensor, unit)
-        page = int(side.lo[0])
-        return min(int(side.base[tensor]) + unit * page, int(side.end[tensor]) - 4096)
+class LaysChunksInItsOwnOrder(Reference):
+    """What it loads is what it stored; but a tier below would take one chunk for another."""
+
+    def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
+        host = plan.geometry.host
+        last = int(plan.geometry.blocks(host)[group]) * host.factor - 1
+        for src, dst in super().units(plan, group):
+            yield last - src if plan.src_on_host else src, last - dst if plan.dst_on_host else dst
 
 
 @breaks(Guarantee.BYTES)
