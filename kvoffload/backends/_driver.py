@@ -31,6 +31,16 @@ PIECE_BYTES = 64 << 30
 QUEUE_DEPTH = 1000
 """Copies that a stream holds before enqueuing another one blocks; drivers have room for 1,024."""
 
+TEXT_BYTES = 256
+"""Room for a device's name or place."""
+
+NO_DEVICE = (100, 101)
+"""What CUDA and HIP return where there is no device, or none that they can use."""
+ORDER_STREAM, ORDER_ANY = 1, 3
+"""When a source is read, as CUDA and HIP number it."""
+
+_FIRST = np.zeros(1, dtype=np.uint64)
+"""Attributes hold from copy 0 on."""
 _KEPT: list[object] = []
 """Memory whose registration could not be undone: it must not be unmapped."""
 
@@ -83,6 +93,18 @@ class Driver(ABC):
         code = getattr(self.library, name)(*arguments)
         if code:
             raise DriverError(name, code, self.describe(code))
+
+    def read_int(self, name: str, *arguments: Any) -> int:
+        """What a function puts where its first argument points."""
+        value = ctypes.c_int()
+        self.call(name, ctypes.byref(value), *arguments)
+        return value.value
+
+    def read_text(self, name: str, device: int) -> str:
+        """What a function of ``(buffer, size, device)`` writes."""
+        text = ctypes.create_string_buffer(TEXT_BYTES)
+        self.call(name, text, TEXT_BYTES, device)
+        return text.value.decode(errors="replace")
 
     @abstractmethod
     def describe(self, code: int) -> str:
@@ -270,6 +292,11 @@ class DriverBackend(TorchBackend):
         """Opened on first use; what it can do is claimed from then on."""
         if self._driver is None:
             driver = self.open_driver(self._library)
+            if not driver.has_batch:
+                logger.warning(
+                    "%s has no call for many copies: they are enqueued one by one, which is slow",
+                    driver.version_text,
+                )
             self.capabilities = replace(
                 self.capabilities,
                 batch_copy=driver.has_batch,
@@ -295,6 +322,9 @@ class DriverBackend(TorchBackend):
             found = f"{driver.device_name(self.index)}, {driver.version_text}"
         except OSError as error:
             return Probe(False, f"no driver: {error}")
+        except DriverError as error:
+            what = "finds no device" if error.code in NO_DEVICE else "does not work"
+            return Probe(False, f"the driver {what}: {error}")
         except Exception as error:  # noqa: BLE001 - a probe never raises
             return Probe(False, f"the driver does not work: {error}")
         if not driver.has_batch:
@@ -388,6 +418,36 @@ def handle_of(stream: torch.Stream) -> int:
 def address_of(array: npt.NDArray[Any]) -> int:
     """Of an array's first element."""
     return int(array.ctypes.data)
+
+
+def leading_arguments(
+    copies: Descriptors, attributes: npt.NDArray[np.uint32] | None
+) -> tuple[int, ...]:
+    """What every call for many copies begins with: arrays, count, attributes and where they hold.
+
+    Args:
+        copies: uint64 arrays.
+        attributes: one set for all copies, 24 bytes; None: no attributes.
+    """
+    arrays = (address_of(copies.dst), address_of(copies.src), address_of(copies.size))
+    if attributes is None:
+        return (*arrays, len(copies.size), 0, 0, 0)
+    return (*arrays, len(copies.size), address_of(attributes), address_of(_FIRST), 1)
+
+
+def attributes_of(*, any_order: bool, flags: int = 0) -> npt.NDArray[np.uint32]:
+    """The attributes of a copy, as CUDA and HIP lay them out: order, two locations, flags."""
+    return np.array([ORDER_ANY if any_order else ORDER_STREAM, 0, 0, 0, 0, flags], dtype=np.uint32)
+
+
+def which_failed(copies: Descriptors, at: int) -> str:
+    """The copy of a batch that a driver names, for people."""
+    if at >= len(copies.size):
+        return f"{len(copies.size)} copies"
+    return (
+        f"copy {at} of {len(copies.size)}: {int(copies.size[at])} bytes "
+        f"from {int(copies.src[at]):#x} to {int(copies.dst[at]):#x}"
+    )
 
 
 def open_library(names: Sequence[str]) -> ctypes.CDLL:

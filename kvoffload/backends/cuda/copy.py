@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.backends._driver import Driver, DriverError, address_of
+from kvoffload.backends._driver import (
+    Driver,
+    DriverError,
+    attributes_of,
+    leading_arguments,
+    which_failed,
+)
 from kvoffload.backends.cuda.blocks import prefers_overlap
 from kvoffload.core.plan import Descriptors
 
@@ -19,30 +25,15 @@ BATCH_SINCE = 12080
 """Driver version of the first ``cuMemcpyBatchAsync``, which reports the index of a failure."""
 BATCH_WITHOUT_INDEX_SINCE = 13000
 """Driver version from which it has another form, which does not."""
-BUS_ID_BYTES = 32
-NAME_BYTES = 128
-
-# Of CUmemcpySrcAccessOrder and CUmemcpyFlags in cuda.h.
-ORDER_STREAM, ORDER_ANY = 1, 3
 PREFER_OVERLAP = 1
+"""Of ``CUmemcpyFlags``."""
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-
-
-def _attributes(order: int, flags: int) -> npt.NDArray[np.uint32]:
-    """One ``CUmemcpyAttributes``: the order, two locations that say nothing, the flags."""
-    return np.array([order, 0, 0, 0, 0, flags], dtype=np.uint32)
-
-
 _ATTRIBUTES = {
-    (any_order, overlap): _attributes(
-        ORDER_ANY if any_order else ORDER_STREAM, PREFER_OVERLAP if overlap else 0
-    )
+    (any_order, overlap): attributes_of(any_order=any_order, flags=PREFER_OVERLAP * overlap)
     for any_order in (False, True)
     for overlap in (False, True)
 }
-_FIRST = np.zeros(1, dtype=np.uint64)
-"""The attributes hold from copy 0 on."""
 
 
 class CudaDriver(Driver):
@@ -69,7 +60,7 @@ class CudaDriver(Driver):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library)
         self.call("cuInit", 0)
-        self.version = self._int("cuDriverGetVersion")
+        self.version = self.read_int("cuDriverGetVersion")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._batch = self._find_batch()
 
@@ -90,24 +81,17 @@ class CudaDriver(Driver):
                 said.append(text.value.decode(errors="replace"))
         return ": ".join(said) or "an unknown error"
 
-    def _int(self, function: str, *arguments: Any) -> int:
-        value = ctypes.c_int()
-        self.call(function, ctypes.byref(value), *arguments)
-        return value.value
-
     def device_count(self) -> int:
-        return self._int("cuDeviceGetCount")
+        return self.read_int("cuDeviceGetCount")
 
     def device_name(self, index: int) -> str:
-        return self._text("cuDeviceGetName", NAME_BYTES, index)
+        return self.read_text("cuDeviceGetName", self._device(index))
 
     def pci_bus_id(self, index: int) -> str:
-        return self._text("cuDeviceGetPCIBusId", BUS_ID_BYTES, index)
+        return self.read_text("cuDeviceGetPCIBusId", self._device(index))
 
-    def _text(self, function: str, size: int, index: int) -> str:
-        text = ctypes.create_string_buffer(size)
-        self.call(function, text, size, self._int("cuDeviceGet", index))
-        return text.value.decode(errors="replace")
+    def _device(self, index: int) -> int:
+        return self.read_int("cuDeviceGet", index)
 
     @contextlib.contextmanager
     def current(self, index: int) -> Iterator[None]:
@@ -116,8 +100,7 @@ class CudaDriver(Driver):
         if context is None:
             # Held as long as the process lives, as torch does.
             context = ctypes.c_void_p()
-            device = self._int("cuDeviceGet", index)
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(index))
             self._contexts[index] = context
         self.call("cuCtxPushCurrent_v2", context)
         try:
@@ -169,10 +152,12 @@ class CudaDriver(Driver):
     ) -> Callable[[Descriptors, npt.NDArray[np.uint32], int], None]:
         def batch(copies: Descriptors, attributes: npt.NDArray[np.uint32], stream: int) -> None:
             failed = ctypes.c_size_t()
-            code = function(*_leading(copies, attributes), ctypes.byref(failed), stream)
+            code = function(*leading_arguments(copies, attributes), ctypes.byref(failed), stream)
             if code:
                 raise DriverError(
-                    "cuMemcpyBatchAsync", code, f"{self.describe(code)} ({_which(copies, failed)})"
+                    "cuMemcpyBatchAsync",
+                    code,
+                    f"{self.describe(code)} ({which_failed(copies, failed.value)})",
                 )
 
         return batch
@@ -181,32 +166,8 @@ class CudaDriver(Driver):
         self, function: Callable[..., int]
     ) -> Callable[[Descriptors, npt.NDArray[np.uint32], int], None]:
         def batch(copies: Descriptors, attributes: npt.NDArray[np.uint32], stream: int) -> None:
-            code = function(*_leading(copies, attributes), stream)
+            code = function(*leading_arguments(copies, attributes), stream)
             if code:
                 raise DriverError("cuMemcpyBatchAsync", code, self.describe(code))
 
         return batch
-
-
-def _leading(copies: Descriptors, attributes: npt.NDArray[np.uint32]) -> tuple[int, ...]:
-    """The arguments that both forms begin with."""
-    return (
-        address_of(copies.dst),
-        address_of(copies.src),
-        address_of(copies.size),
-        len(copies.size),
-        address_of(attributes),
-        address_of(_FIRST),
-        1,
-    )
-
-
-def _which(copies: Descriptors, failed: ctypes.c_size_t) -> str:
-    """Which copy it was, where the driver says so."""
-    at = failed.value
-    if at >= len(copies.size):
-        return f"{len(copies.size)} copies"
-    return (
-        f"copy {at} of {len(copies.size)}: {int(copies.size[at])} bytes "
-        f"from {int(copies.src[at]):#x} to {int(copies.dst[at]):#x}"
-    )

@@ -1,20 +1,35 @@
-"""The rocm backend: so far only its probe."""
+"""The rocm backend, tied together."""
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-from kvoffload.backends._planned import PlannedBackend, torch_build
+from kvoffload.backends._driver import Driver, DriverBackend, open_library
+from kvoffload.backends.rocm.blocks import max_batch
+from kvoffload.backends.rocm.copy import LIBRARIES, HipRuntime
 
 
-class RocmBackend(PlannedBackend):
-    """AMD GPUs through the HIP runtime."""
+class RocmBackend(DriverBackend):
+    """AMD GPUs through the HIP runtime. torch calls their devices ``cuda``.
 
-    name = "rocm"
+    Args:
+        device: such as ``"cuda:1"``; the first by default.
+        library: the runtime, opened with ctypes; the installed one by default.
 
-    def missing(self) -> str | None:
-        if torch.version.hip is None:
-            return f"{torch_build()} was built without ROCm"
-        if not torch.cuda.is_available():
-            return f"{torch_build()} supports HIP {torch.version.hip}, but finds no usable GPU"
+    Raises:
+        ConfigurationError: ``KVOFFLOAD_ROCM_MAX_BATCH`` is no positive number.
+    """
+
+    def __init__(self, device: str | None = None, library: ctypes.CDLL | None = None) -> None:
+        super().__init__(device or "cuda", library)
+        self.max_batch = max_batch()
+
+    def open_driver(self, library: ctypes.CDLL | None) -> Driver:
+        return HipRuntime(library or open_library(LIBRARIES))
+
+    def missing_from_torch(self) -> str | None:
+        if self.device.type == "cuda" and torch.version.hip is None:
+            return f"torch {torch.__version__} was built without ROCm; install a build with it"
         return None

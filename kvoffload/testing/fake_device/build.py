@@ -23,7 +23,7 @@ from kvoffload.core.cache_folder import cache_folder
 from kvoffload.core.errors import ConfigurationError
 
 SOURCES = Path(__file__).parent / "src"
-REQUIRED = ("runtime.cpp", "torch_device.cpp")
+REQUIRED = ("runtime.cpp", "torch_device.cpp", "hip_driver.cpp")
 WITH_HEADER = {"cuda_driver.cpp": "cuda.h"}
 """A vendor's stand-ins, and the header of the vendor's that they are checked against."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror=return-type")
@@ -46,7 +46,7 @@ def build() -> Path:
             "install g++ 11 or later, or name another one in CXX"
         )
     sources = [SOURCES / name for name in REQUIRED]
-    headers = [SOURCES / "runtime.h"]
+    headers = sorted(SOURCES.glob("*.h"))
     includes = [f"-isystem{folder}" for folder in _torch_folders("include")]
     for name, header in WITH_HEADER.items():
         folder = find_header(header)

@@ -86,6 +86,8 @@ class FakeDevice:
                 ctypes.c_int if name in ("fake_priority", "fake_peek", "fake_poke") else None
             )
 
+        self.library.fake_hip_version.argtypes = [ctypes.c_int]
+        self.library.fake_hip_registration_ceiling.argtypes = [integer]
         if self.has_cuda:
             self.library.fake_cuda_version.argtypes = [ctypes.c_int]
             self.library.fake_cuda_registration_ceiling.argtypes = [integer]
@@ -109,10 +111,17 @@ class FakeDevice:
         self.library.fake_cuda_version(version)
         return ctypes.CDLL(str(self.path))
 
+    def hip_runtime(self, version: int) -> ctypes.CDLL:
+        """HIP's runtime in this version, such as 70200002: as :meth:`cuda_driver`."""
+        self.library.fake_hip_version(version)
+        return ctypes.CDLL(str(self.path))
+
     def limit_registrations(self, nbytes: int | None = None) -> None:
-        """CUDA's driver registers no more than so many bytes at once; None: any number."""
-        largest = (1 << 63) - 1
-        self.library.fake_cuda_registration_ceiling(largest if nbytes is None else nbytes)
+        """No driver registers more than so many bytes at once; None: any number."""
+        most = (1 << 63) - 1 if nbytes is None else nbytes
+        self.library.fake_hip_registration_ceiling(most)
+        if self.has_cuda:
+            self.library.fake_cuda_registration_ceiling(most)
 
     def hold(self, stream: torch.Stream) -> None:
         """Stop the stream: what is enqueued from here on waits for :meth:`release`."""

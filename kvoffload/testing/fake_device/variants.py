@@ -24,12 +24,28 @@ def _cuda(driver_version: int) -> MakeOnFake:
     return make
 
 
+def _rocm(runtime_version: int) -> MakeOnFake:
+    def make(fake: FakeDevice) -> Backend:
+        from kvoffload.backends.rocm.backend import RocmBackend
+
+        return RocmBackend(DEVICE, library=fake.hip_runtime(runtime_version))
+
+    return make
+
+
 VARIANTS: dict[str, dict[str, MakeOnFake]] = {
+    "rocm": {
+        "7.13": _rocm(71300000),
+        "7.2.2": _rocm(70200002),
+        "7.1": _rocm(70100000),
+        "5.2": _rocm(50221153),
+    },
     "cuda": {"13.0": _cuda(13000), "12.8": _cuda(12080), "12.4": _cuda(12040)},
 }
 """By backend and variant, which is the driver's version where there is one.
 
-CUDA 13 and 12.8 have different calls for many copies, 12.4 has none.
+CUDA 13 and 12.8 have different calls for many copies, 12.4 has none. ROCm 7.13 and 7.2.2 differ in
+whether theirs takes attributes; 5.2 has none.
 """
 
 

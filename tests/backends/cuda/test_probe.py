@@ -71,4 +71,6 @@ class TestOnTheFakeDevice:
         load().fail_call("cuInit", code=100)
         probe = cuda().probe()
         assert not probe.available
-        assert "the driver does not work: cuInit returned 100: CUDA_ERROR_NO_DEVICE" in probe.reason
+        assert (
+            "the driver finds no device: cuInit returned 100: CUDA_ERROR_NO_DEVICE" in probe.reason
+        )

@@ -4,10 +4,7 @@
 #define __CUDA_API_VERSION_INTERNAL  // declares the old and the new form of every versioned function
 #include <cuda.h>
 
-#include <algorithm>
-#include <cstring>
-
-#include "runtime.h"
+#include "batch.h"
 
 namespace {
 
@@ -45,28 +42,11 @@ CUresult begin(const char* call, bool needs_context = true) {
 #define BEGIN(...) \
   if (const CUresult failed = begin(__func__ __VA_OPT__(, ) __VA_ARGS__)) return failed
 
-struct Piece {
-  fake::Span dst, src;
-  size_t size;
-};
-
-CUresult enqueue(fake::Stream& stream, const char* what, std::vector<Piece> pieces) {
-  auto& counts = fake::counters();
-  const auto n = static_cast<int64_t>(pieces.size());
+CUresult enqueue(fake::Stream& stream, const char* what, std::vector<fake::Piece> pieces) {
   try {
-    stream.push(what, [pieces = std::move(pieces)] {
-      for (const Piece& piece : pieces) {
-        memcpy(piece.dst.open().data(), piece.src.open().data(), piece.size);
-        fake::counters().copied_bytes += static_cast<int64_t>(piece.size);
-      }
-    });
+    fake::push_copies(stream, what, std::move(pieces));
   } catch (const fake::Error& error) {
     return refuse(CUDA_ERROR_UNKNOWN, error.what());
-  }
-  counts.copies += n;
-  counts.copy_calls++;
-  int64_t largest = counts.largest_call;
-  while (n > largest && !counts.largest_call.compare_exchange_weak(largest, n)) {
   }
   return CUDA_SUCCESS;
 }
@@ -112,37 +92,20 @@ CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count
     if (i && (attr_indices[i] <= attr_indices[i - 1] || attr_indices[i] >= count))
       return refuse(CUDA_ERROR_INVALID_VALUE, "attrsIdxs must rise, and stay below the count");
   }
-  std::vector<Piece> pieces;
-  std::vector<std::pair<uintptr_t, uintptr_t>> written;  // from, to
-  pieces.reserve(count);
-  written.reserve(count);
-  for (size_t i = 0, attr = 0; i < count; i++) {
-    if (attr + 1 < attr_count && attr_indices[attr + 1] == i) attr++;
-    try {
-      if (sizes[i] == 0) throw fake::Error("a copy of no bytes");
-      Piece piece{fake::Span(reinterpret_cast<void*>(dsts[i]), sizes[i]),
-                  fake::Span(reinterpret_cast<void*>(srcs[i]), sizes[i]), sizes[i]};
-      if (!piece.dst.known() || !piece.src.known())
-        throw fake::Error("neither device memory nor registered host memory");
-      // A read in any order may also come first: what the device still writes is then torn.
-      if (attrs[attr].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && piece.src.on_device())
-        throw fake::Error("device memory must be read in the order of the stream");
-      pieces.push_back(std::move(piece));
-    } catch (const fake::Error& error) {
-      if (fail_index) *fail_index = i;
-      return refuse(CUDA_ERROR_INVALID_VALUE, "copy " + std::to_string(i) + ": " + error.what());
-    }
-    written.emplace_back(dsts[i], dsts[i] + sizes[i]);
-  }
-  std::sort(written.begin(), written.end());
-  for (size_t i = 1; i < count; i++)
-    if (written[i].first < written[i - 1].second)
-      return refuse(CUDA_ERROR_INVALID_VALUE, "two copies of one batch write the same bytes");
-  for (size_t i = 0; i < count; i++) {  // they run in no order
-    const auto after = std::lower_bound(written.begin(), written.end(),
-                                        std::pair<uintptr_t, uintptr_t>(srcs[i] + sizes[i], 0));
-    if (after != written.begin() && std::prev(after)->second > srcs[i])
-      return refuse(CUDA_ERROR_INVALID_VALUE, "a copy of the batch reads what the batch writes");
+  std::vector<fake::Piece> pieces;
+  try {
+    size_t attr = 0;  // asked for copy after copy
+    pieces = fake::check_batch(
+        reinterpret_cast<uintptr_t*>(dsts), reinterpret_cast<uintptr_t*>(srcs), sizes, count,
+        [&](size_t i) {
+          if (attr + 1 < attr_count && attr_indices[attr + 1] == i) attr++;
+          return attrs[attr].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        });
+  } catch (const fake::PieceError& error) {
+    if (fail_index) *fail_index = error.index;
+    return refuse(CUDA_ERROR_INVALID_VALUE, error.what());
+  } catch (const fake::Error& error) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, error.what());
   }
   const CUresult failed = enqueue(*stream, "cuMemcpyBatchAsync", std::move(pieces));
   if (!failed) fake::counters().attributed_calls++;
@@ -279,7 +242,7 @@ CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CU
   if (const CUresult failed = check_stream(handle, stream)) return failed;
   try {
     if (size == 0) throw fake::Error("a copy of no bytes");
-    Piece piece{fake::Span(reinterpret_cast<void*>(dst), size),
+    fake::Piece piece{fake::Span(reinterpret_cast<void*>(dst), size),
                 fake::Span(reinterpret_cast<void*>(src), size), size};
     if (!piece.dst.on_device() && !piece.src.on_device())
       throw fake::Error("neither side is device memory");
