@@ -26,13 +26,16 @@ ALLOWED = {
     "plugins": {"core", "plugins"},
     "rig": {"core", "backends.thread_base", "rig"},
     "replay": {"core", "scheduler", "rig", "replay"},
-    "bench": {"core", "scheduler", "rig", "bench"},
+    "bench": {"core", "scheduler", "rig", "bench", "backends.calibration"},
     "testing": {"core", "scheduler", "rig", "testing", "plugins"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905
 )
-BASES = {f"backends.{name}" for name in ("thread_base", "torch_base", "index_copy", "_planned")}
+BASES = {
+    f"backends.{name}"
+    for name in ("thread_base", "torch_base", "index_copy", "calibration", "_planned")
+}
 
 
 def imports(path: Path) -> set[str]:
