@@ -350,3 +350,64 @@ def bench_ordering(
         return run_ordering(blocks=blocks, seed=seed, as_json=json)
 
     return command
+
+
+PAGES_HELP = "Bytes of a block, such as '4KiB'; several with commas."
+BackendName = Annotated[
+    str | None,
+    typer.Option(
+        "--backend", help="Backend by name; by default chosen as 'kvoffload backends' explains."
+    ),
+]
+OnFake = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fake[:VARIANT]",
+        help="On the fake device instead of here, to try the command: its figures mean nothing. "
+        "The backend is then 'torch' by default.",
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(parser=_count, metavar="N", help="Medians are over so many rounds.")
+]
+
+
+@bench.command("copy")
+def bench_copy(
+    backend: BackendName = None,
+    on: OnFake = None,
+    pages: Annotated[str, typer.Option(metavar="SIZES", help=PAGES_HELP)] = "4KiB,64KiB,1MiB",
+    blocks: Annotated[
+        int,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="Random blocks of one job; fewer where they would take more than a quarter of "
+            "the memory that is free.",
+        ),
+    ] = 2000,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """How fast random blocks are stored and loaded, against one contiguous copy of the same run.
+
+    Everything is cold: each round takes other blocks, and the caches of the CPU are flushed before
+    each copy. Exit code: 0 if it was measured; 1 if a transfer failed or moved wrong bytes; 2 for
+    wrong input; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_copy import run
+
+        return run(
+            backend_name=backend,
+            on=on,
+            pages=pages,
+            blocks=blocks,
+            rounds=rounds,
+            seed=seed,
+            as_json=json,
+        )
+
+    return command
