@@ -411,3 +411,20 @@ def bench_copy(
         )
 
     return command
+
+
+@bench.command("calibrate")
+def bench_calibrate(backend: BackendName = None, json: Json = False) -> Command:
+    """Find the page size up to which a kernel loads faster than DMA here, and write it down.
+
+    For backends that copy in two ways; they read it the next time that they are used on this
+    device with this driver. Exit code: 0 if it was written; 1 if a transfer failed; 2 if there is
+    nothing to calibrate; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_calibrate import run
+
+        return run(backend_name=backend, as_json=json)
+
+    return command
