@@ -105,7 +105,11 @@ def test_an_import_loads_neither_torch_nor_numpy_nor_a_plugin() -> None:
 
 
 def test_help_loads_neither_torch_nor_numpy_nor_a_plugin() -> None:
-    loaded = loaded_by("from kvoffload.cli import main", "assert main(['--help']) == 0")
+    loaded = loaded_by(
+        "from kvoffload.cli import main",
+        "assert main(['--help']) == 0",
+        "assert main(['bench', 'gpu', '--help']) == 0",
+    )
     assert "typer" in loaded
     assert not loaded & {"torch", "numpy", "pluggy"}
     assert not [name for name in loaded if name.startswith("kvoffload.backends")]

@@ -428,3 +428,59 @@ def bench_calibrate(backend: BackendName = None, json: Json = False) -> Command:
         return run(backend_name=backend, as_json=json)
 
     return command
+
+
+@bench.command("gpu")
+def bench_gpu(
+    backend: BackendName = None,
+    on: OnFake = None,
+    pages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES", help=f"{PAGES_HELP} By default the powers of two from 2KiB to 2MiB."
+        ),
+    ] = None,
+    blocks: Annotated[
+        int,
+        typer.Option(
+            parser=_count, metavar="N", help="Blocks of one job; a job has 256 MiB at most."
+        ),
+    ] = 2000,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a Markdown file, too, for docs/measurements; a new one."
+        ),
+    ] = None,
+    or_skip: Annotated[
+        bool,
+        typer.Option("--or-skip", help="Where there is no accelerator: say so, and exit with 0."),
+    ] = False,
+    json: Json = False,
+) -> Command:
+    """Measure an accelerator in full: copies, the host's part of a submit, and what others lose.
+
+    Random and adjacent blocks of every size, both directions apart and at once, in each way that
+    the backend copies, as ratios to the largest single pinned copy of the same run. Exit code: 0 if
+    it was measured; 1 if a transfer failed or moved wrong bytes; 2 if there is no accelerator, or
+    for wrong input; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_gpu import run
+
+        return run(
+            backend_name=backend,
+            on=on,
+            pages=pages,
+            blocks=blocks,
+            rounds=rounds,
+            seed=seed,
+            out=out,
+            or_skip=or_skip,
+            as_json=json,
+        )
+
+    return command
