@@ -89,8 +89,10 @@ def run(
             jobs = [_job(pool, lane, size.blocks, rounds, rng) for lane in DIRECTIONS]
             nbytes = one_copy_bytes(backend, page * size.blocks, room)
             alone = [one_copy(rig, nbytes, lane) for lane in DIRECTIONS]
-            medians = in_turn([*jobs, *alone], rounds, before=before)
-        for lane, seconds, memcpy in zip(DIRECTIONS, medians[:2], medians[2:], strict=True):
+            # Each beside what it is compared with.
+            pieces = [piece for pair in zip(jobs, alone, strict=True) for piece in pair]
+            medians = in_turn(pieces, rounds, before=before)
+        for lane, seconds, memcpy in zip(DIRECTIONS, medians[::2], medians[1::2], strict=True):
             gbps, memcpy_gbps = page * size.blocks / seconds / 1e9, nbytes / memcpy / 1e9
             rows.append(
                 CopyRow(
