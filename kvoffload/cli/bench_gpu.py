@@ -17,7 +17,12 @@ from kvoffload.cli.choose import choose_on
 from kvoffload.cli.gpu_report import heading, markdown, sections
 from kvoffload.cli.measuring import ON_FAKE, check_blocks, measuring, parse_pages
 from kvoffload.cli.output import print_json, say, show, stdout_to_stderr
-from kvoffload.core.errors import ConfigurationError, TransferError
+from kvoffload.core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ConfigurationError,
+    TransferError,
+)
 from kvoffload.core.sizes import shortened
 from kvoffload.plugins.registry import BackendRegistry
 
@@ -43,7 +48,16 @@ def run(
     if out is not None:
         _check_out(out, on)
     with stdout_to_stderr():
-        name, variant, backend = choose_on(backend_name, on)
+        try:
+            name, variant, backend = choose_on(backend_name, on)
+        except (BackendError, ConfigurationError) as error:
+            missing = isinstance(error, BackendUnavailableError) or isinstance(
+                error.__cause__, BackendUnavailableError
+            )
+            if not (or_skip and missing and _accelerator() is None):
+                raise
+            say(f"skipped: {error}")
+            return EXIT_OK
         if not is_accelerator(backend):
             backend.close()
             return _refuse(name, or_skip=or_skip)
@@ -84,13 +98,18 @@ def run(
     return EXIT_OK
 
 
+def _accelerator() -> torch.device | None:
+    """What torch can use here."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def _refuse(name: str, *, or_skip: bool) -> int:
     """There is nothing to measure; or there is, and something else was chosen.
 
     Raises:
         ConfigurationError: what is missing, or what to do.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
     if accelerator is not None:
         raise ConfigurationError(
             f"backend {name} was chosen, which copies in host memory, but torch sees an "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +220,25 @@ def test_what_was_calibrated_is_written_down(
     assert ("up to 64 B" if found else "DMA is faster for every page") in out
 
 
+def test_ctrl_c_while_calibrating_writes_nothing(
+    two_ways: TwoWays,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    swap_blocks = two_ways.swap_blocks
+
+    def interrupt_once(*arguments: Any) -> None:
+        if not two_ways.used:
+            os.kill(os.getpid(), signal.SIGINT)
+        swap_blocks(*arguments)
+
+    monkeypatch.setattr(two_ways, "swap_blocks", interrupt_once)
+    assert main(["bench", "calibrate", "--json"]) == 130
+    assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(
     two_ways: TwoWays, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +257,20 @@ def test_gpu_without_an_accelerator_says_what_is_missing(
     out = capsys.readouterr()
     assert (out.out, out.err.count("\n")) == ("", 1)
     assert out.err.startswith("kvoffload: skipped: there is no accelerator")
+
+
+@pytest.mark.parametrize("options", [[], ["--backend", "cuda"]])
+def test_gpu_is_skipped_where_the_backend_that_was_named_cannot_run(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not options:
+        monkeypatch.setenv("KVOFFLOAD_BACKEND", "cuda")
+    assert "not available" in refused(capsys, "bench", "gpu", *options)
+    assert main(["bench", "gpu", "--or-skip", *options]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("kvoffload: skipped: ")
+    assert "not available" in said
+    assert "nope" in refused(capsys, "bench", "gpu", "--or-skip", "--backend", "nope")
 
 
 def test_an_accelerator_that_was_not_chosen_is_no_reason_to_skip(
