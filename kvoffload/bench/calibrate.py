@@ -117,7 +117,7 @@ def run(
     try:
         for page in pages:
             size = fit(page, max(min(blocks, JOB_BYTES // page), 1), room, jobs=JOBS)
-            with Pool(backend, rig, page, size.pool) as pool:
+            with Pool(backend, rig, page, size.pool, between=lambda: step(done, total)) as pool:
                 pieces = []
                 for way in (DMA, KERNEL):
                     in_way(way, lambda pool=pool: pool.check(rng))()  # type: ignore[misc]

@@ -84,7 +84,7 @@ def run(
     rows = []
     for page in pages:
         size = fit(page, blocks, room)
-        with Pool(backend, rig, page, size.pool) as pool:
+        with Pool(backend, rig, page, size.pool, between=lambda: step(done, total)) as pool:
             pool.check(rng)
             jobs = [_job(pool, lane, size.blocks, rounds, rng) for lane in DIRECTIONS]
             nbytes = one_copy_bytes(backend, page * size.blocks, room)

@@ -180,7 +180,9 @@ class _Copies:
         for page in pages:
             asked = max(min(self.blocks, JOB_BYTES // page), 1)
             size = fit(page, asked, self.room, jobs=JOBS)
-            with Pool(self.backend, self.rig, page, size.pool) as pool:
+            with Pool(
+                self.backend, self.rig, page, size.pool, between=lambda: step(done, total)
+            ) as pool:
                 self.report.pinned &= pool.pinned
                 for way in self.ways:
                     self.set_way(way)

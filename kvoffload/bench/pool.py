@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +19,8 @@ from kvoffload.core.worker import OffloadingWorker
 from kvoffload.rig import DeviceRig
 
 UNREGISTER_SECONDS = 30.0
+TOUCHED_AT_ONCE = 64 << 20
+"""Bytes."""
 CHECKED = 8
 """Blocks whose bytes are compared."""
 
@@ -32,13 +34,22 @@ class Pool:
         page_bytes: of one block in one tensor.
         blocks: on the device, and as many chunks of one block.
         tensors: how many.
+        between: called now and then while memory is touched, which takes seconds for gigabytes; it
+            may raise to end this.
 
     Raises:
         ConfigurationError: the device has not that much memory.
     """
 
     def __init__(
-        self, backend: Backend, rig: DeviceRig, page_bytes: int, blocks: int, *, tensors: int = 1
+        self,
+        backend: Backend,
+        rig: DeviceRig,
+        page_bytes: int,
+        blocks: int,
+        *,
+        tensors: int = 1,
+        between: Callable[[], object] = lambda: None,
     ) -> None:
         self._rig = rig
         self._job_ids = itertools.count()
@@ -52,9 +63,12 @@ class Pool:
         )
         self.blocks = blocks
         try:
-            everything = np.arange(blocks)
-            for lane in (Lane.STORE, Lane.LOAD):
-                self.transfer(lane, everything, everything)
+            at_once = max(TOUCHED_AT_ONCE // (page_bytes * tensors), 1)
+            for first in range(0, blocks, at_once):
+                between()
+                some = np.arange(first, min(first + at_once, blocks))
+                for lane in (Lane.STORE, Lane.LOAD):
+                    self.transfer(lane, some, some)
         except BaseException:
             self.close()
             raise
