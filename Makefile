@@ -9,14 +9,15 @@ quoted = '$(subst ','\'',$(1))'
 # hold what neither make nor a file name allows.
 STAMP := $(VENV)/.ready-$(shell printf '%s' $(call quoted,$(TORCH)) | cksum | tr ' ' -)
 
-.PHONY: help demo test lint clean setup
+.PHONY: help demo test lint bench-gpu clean setup
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    replay a chat workload through the whole system (under a minute)"
-	@echo "make test    run the tests, here and then on the fake device"
-	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove everything that was set up or built"
+	@echo "make demo        replay a chat workload through the whole system (under a minute)"
+	@echo "make test        run the tests, here and then on the fake device"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench-gpu   measure an accelerator; skipped, with the reason, where there is none"
+	@echo "make clean       remove everything that was set up or built"
 	@echo "TORCH='torch==2.13.0' chooses another torch, PYTHON=python3.12 another Python"
 
 setup: $(STAMP)
@@ -40,6 +41,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# BENCH='--out docs/measurements/h200.md' adds options.
+bench-gpu: $(STAMP)
+	$(BIN)/kvoffload bench gpu --or-skip $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ ALLOWED = {
     "rig": {"core", "backends.thread_base", "rig"},
     "new_backend": {"core", "new_backend"},
     "replay": {"core", "scheduler", "rig", "replay"},
-    "bench": {"core", "scheduler", "rig", "bench"},
+    "bench": {"core", "scheduler", "rig", "bench", "backends.calibration"},
     "testing": {"core", "scheduler", "rig", "testing", "plugins", "backends"},
 }
 VENDORS = set(
@@ -35,7 +35,9 @@ VENDORS = set(
 )
 BASES = {
     f"backends.{name}"
-    for name in ("thread_base", "torch_base", "index_copy", "_driver", "_planned")
+    for name in (
+        *("thread_base", "torch_base", "index_copy", "calibration", "_driver", "_planned"),
+    )
 }
 
 
@@ -106,7 +108,11 @@ def test_an_import_loads_neither_torch_nor_numpy_nor_a_plugin() -> None:
 
 
 def test_help_loads_neither_torch_nor_numpy_nor_a_plugin() -> None:
-    loaded = loaded_by("from kvoffload.cli import main", "assert main(['--help']) == 0")
+    loaded = loaded_by(
+        "from kvoffload.cli import main",
+        "assert main(['--help']) == 0",
+        "assert main(['bench', 'gpu', '--help']) == 0",
+    )
     assert "typer" in loaded
     assert not loaded & {"torch", "numpy", "pluggy"}
     assert not [name for name in loaded if name.startswith("kvoffload.backends")]

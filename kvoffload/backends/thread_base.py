@@ -186,6 +186,8 @@ class ThreadBackend(Backend):
     """Base of a backend whose streams are worker threads."""
 
     capabilities = Capabilities(asynchronous=True, timing_events=True)
+    copy_threads: int = 1
+    """Threads that copy in one direction: what a benchmark compares with."""
 
     def __init__(self) -> None:
         self.streams: dict[Lane, ThreadStream] = {}

@@ -350,3 +350,137 @@ def bench_ordering(
         return run_ordering(blocks=blocks, seed=seed, as_json=json)
 
     return command
+
+
+PAGES_HELP = "Bytes of a block, such as '4KiB'; several with commas."
+BackendName = Annotated[
+    str | None,
+    typer.Option(
+        "--backend", help="Backend by name; by default chosen as 'kvoffload backends' explains."
+    ),
+]
+OnFake = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fake[:VARIANT]",
+        help="On the fake device instead of here, to try the command: its figures mean nothing. "
+        "The backend is then 'torch' by default.",
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(parser=_count, metavar="N", help="Medians are over so many rounds.")
+]
+
+
+@bench.command("copy")
+def bench_copy(
+    backend: BackendName = None,
+    on: OnFake = None,
+    pages: Annotated[str, typer.Option(metavar="SIZES", help=PAGES_HELP)] = "4KiB,64KiB,1MiB",
+    blocks: Annotated[
+        int,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="Random blocks of one job; fewer where they would take more than a quarter of "
+            "the memory that is free.",
+        ),
+    ] = 2000,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """How fast random blocks are stored and loaded, against one contiguous copy of the same run.
+
+    Everything is cold: each round takes other blocks, and the caches of the CPU are flushed before
+    each copy. Exit code: 0 if it was measured; 1 if a transfer failed or moved wrong bytes; 2 for
+    wrong input; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_copy import run
+
+        return run(
+            backend_name=backend,
+            on=on,
+            pages=pages,
+            blocks=blocks,
+            rounds=rounds,
+            seed=seed,
+            as_json=json,
+        )
+
+    return command
+
+
+@bench.command("calibrate")
+def bench_calibrate(backend: BackendName = None, json: Json = False) -> Command:
+    """Find the page size up to which a kernel loads faster than DMA here, and write it down.
+
+    For backends that copy in two ways; they read it the next time that they are used on this
+    device with this driver. Exit code: 0 if it was written; 1 if a transfer failed; 2 if there is
+    nothing to calibrate; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_calibrate import run
+
+        return run(backend_name=backend, as_json=json)
+
+    return command
+
+
+@bench.command("gpu")
+def bench_gpu(
+    backend: BackendName = None,
+    on: OnFake = None,
+    pages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES", help=f"{PAGES_HELP} By default the powers of two from 2KiB to 2MiB."
+        ),
+    ] = None,
+    blocks: Annotated[
+        int,
+        typer.Option(
+            parser=_count, metavar="N", help="Blocks of one job; a job has 256 MiB at most."
+        ),
+    ] = 2000,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a Markdown file, too, for docs/measurements; a new one."
+        ),
+    ] = None,
+    or_skip: Annotated[
+        bool,
+        typer.Option("--or-skip", help="Where there is no accelerator: say so, and exit with 0."),
+    ] = False,
+    json: Json = False,
+) -> Command:
+    """Measure an accelerator in full: copies, the host's part of a submit, and what others lose.
+
+    Random and adjacent blocks of every size, both directions apart and at once, in each way that
+    the backend copies, as ratios to the largest single pinned copy of the same run. Exit code: 0 if
+    it was measured; 1 if a transfer failed or moved wrong bytes; 2 if there is no accelerator, or
+    for wrong input; 130 for Ctrl-C.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench_gpu import run
+
+        return run(
+            backend_name=backend,
+            on=on,
+            pages=pages,
+            blocks=blocks,
+            rounds=rounds,
+            seed=seed,
+            out=out,
+            or_skip=or_skip,
+            as_json=json,
+        )
+
+    return command

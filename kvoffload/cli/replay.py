@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvoffload.cli.choose import choose
 from kvoffload.cli.interrupt import current
 from kvoffload.cli.output import plain, print_json, say, show, stdout_to_stderr
 from kvoffload.cli.progress import progress_bar
 from kvoffload.core.backend import Backend
-from kvoffload.core.errors import BackendError, CapacityError, ConfigurationError
-from kvoffload.core.sizes import format_bytes, shortened
-from kvoffload.plugins.registry import BackendRegistry
+from kvoffload.core.errors import CapacityError, ConfigurationError
+from kvoffload.core.sizes import format_bytes
 from kvoffload.replay.replay import Replay, Report, Settings, check
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workload import chat
@@ -43,7 +42,7 @@ def run(
         check(requests, settings)
     # A backend that prints must not become a part of the report.
     with stdout_to_stderr():
-        report = _replay(requests, settings, *_choose(backend_name))
+        report = _replay(requests, settings, *choose(backend_name))
     if report.interrupted:
         done = f" after {report.requests} of {len(requests)} requests" if report.requests else ""
         say(f"interrupted{done}")
@@ -54,16 +53,6 @@ def run(
     if report.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_OK if report.ok else EXIT_FAILED
-
-
-def _choose(name: str | None) -> tuple[str, Backend]:
-    """The registry's choice; what is wrong with a name that was given names the option."""
-    try:
-        return BackendRegistry().choose(name)
-    except (BackendError, ConfigurationError) as error:
-        if name is None:
-            raise
-        raise ConfigurationError(f"--backend {shlex.quote(shortened(name))}: {error}") from error
 
 
 def _replay(requests: Sequence[Request], settings: Settings, name: str, backend: Backend) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -45,21 +46,40 @@ class DeviceRig(ABC):
         """Device and pinned memory that is in use; None if the device does not tell."""
         return None
 
-    def seconds_of_one_copy(
+    def free_bytes(self) -> int | None:
+        """Device memory that can still be allocated; None if the device does not tell, or if its
+        memory is the host's."""
+        return None
+
+    def one_copy(
         self,
         nbytes: int,  # noqa: ARG002 - for rigs whose device takes time
         lane: Lane,  # noqa: ARG002
-    ) -> float | None:
-        """Seconds that one copy of so many bytes takes, the way that a user would write it.
+    ) -> Callable[[], None] | None:
+        """One copy of so many bytes, the way that a user would write it, to be made repeatedly.
 
         Args:
             nbytes: contiguous on both sides.
             lane: STORE or LOAD.
 
         Returns:
-            None where time means nothing.
+            Makes the copy, and returns when it is done; its memory is allocated and touched. None
+            where time means nothing.
+
+        Raises:
+            CapacityError: there is not that much memory.
         """
         return None
+
+    def seconds_of_one_copy(self, nbytes: int, lane: Lane) -> float | None:
+        """Seconds that :meth:`one_copy` takes once; None where time means nothing."""
+        copy = self.one_copy(nbytes, lane)
+        if copy is None:
+            return None
+        self.synchronize()
+        began = time.perf_counter()
+        copy()
+        return time.perf_counter() - began
 
     @abstractmethod
     def compute(

@@ -105,15 +105,22 @@ class TorchRig(DeviceRig):
     def holding(self) -> bool:
         return self._held is not None and not self._held.query()
 
-    def seconds_of_one_copy(self, nbytes: int, lane: Lane) -> float | None:
+    def one_copy(self, nbytes: int, lane: Lane) -> Callable[[], None] | None:
         host = _pinned(torch.zeros(nbytes, dtype=torch.uint8))
-        there = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        there = self.allocate(nbytes)
         source, target = (there, host) if lane is Lane.STORE else (host, there)
-        torch.accelerator.synchronize(self.device)
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize(self.device)
-        return time.perf_counter() - began
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            torch.accelerator.synchronize(self.device)
+
+        return copy
+
+    def free_bytes(self) -> int | None:
+        try:
+            return int(torch.accelerator.get_memory_info(self.device)[0])
+        except Exception:  # noqa: BLE001 - as above
+            return None
 
     def __enter__(self) -> Self:
         self._before = torch.accelerator.current_stream(self.device)

@@ -145,6 +145,8 @@ def test_a_backend_that_the_variable_names_is_blamed_on_the_variable(
             )
         ),
         *(("bench plan", option) for option in ("layers", "blocks", "seed")),
+        *(("bench copy", option) for option in ("pages", "blocks", "rounds", "seed", "on")),
+        *(("bench gpu", option) for option in ("pages", "blocks", "rounds", "seed", "on")),
     ],
 )
 def test_an_absurd_number_is_one_line_that_does_not_repeat_it(
@@ -267,6 +269,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("kvoffload 0.")
     assert main(["replay", "--help"]) == 0
     assert f"{len(chat(0)):,}" in capsys.readouterr().out
-    for command in ([], ["replay"], ["backends"], ["bench"], ["bench", "plan"]):
+    benches = [["bench", name] for name in ("plan", "ordering", "copy", "calibrate", "gpu")]
+    for command in ([], ["replay"], ["backends"], ["bench"], *benches):
         assert main([*command, "--help"]) == 0
         assert "--help" in capsys.readouterr().out

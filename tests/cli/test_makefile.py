@@ -73,3 +73,15 @@ def test_it_sets_up_anew_when_something_changed(project: Path) -> None:
         os.utime(project / name, (2000, 2000))
         make(project, "torch>=2.9")
         assert len(installs(project)) == count
+
+
+def test_the_benchmark_of_accelerators_may_be_skipped_and_takes_options(project: Path) -> None:
+    subprocess.run(
+        [str(MAKE), "bench-gpu", "PYTHON=./python", "BENCH=--out x.md"],
+        cwd=project,
+        check=True,
+        capture_output=True,
+        timeout=50,
+    )
+    words = (project / "kvoffload.log").read_text().split()
+    assert words == ["bench", "gpu", "--or-skip", "--out", "x.md"]

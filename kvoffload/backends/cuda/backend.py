@@ -11,6 +11,7 @@ import torch
 
 from kvoffload.backends import calibration
 from kvoffload.backends._driver import Driver, DriverBackend, open_library
+from kvoffload.backends.calibration import AUTO, DMA, KERNEL
 from kvoffload.backends.cuda import kernel
 from kvoffload.backends.cuda.blocks import choose_ways
 from kvoffload.backends.cuda.copy import LIBRARIES, CudaDriver
@@ -20,7 +21,7 @@ from kvoffload.core.plan import CopyPlan, Descriptors
 
 ENVIRONMENT = "KVOFFLOAD_CUDA_COPY"
 """The variable that chooses a way where no argument does."""
-WAYS = ("dma", "kernel", "auto")
+WAYS = (DMA, KERNEL, AUTO)
 
 
 class CudaBackend(DriverBackend):
@@ -47,21 +48,27 @@ class CudaBackend(DriverBackend):
         kernel_up_to: int | None = None,
     ) -> None:
         super().__init__(device or "cuda", library)
-        named = way or os.environ.get(ENVIRONMENT) or "auto"
+        named = way or os.environ.get(ENVIRONMENT) or AUTO
         if named not in WAYS:
             source = "way" if way else ENVIRONMENT
             raise ConfigurationError(f"{source}: {named!r} is none of {', '.join(WAYS)}")
-        if named == "kernel" and not kernel.is_available():
+        if named == KERNEL and not kernel.is_available():
             raise ConfigurationError(
                 "copying with a kernel needs triton; pip install triton, or choose 'dma'"
             )
         self.way = named
+        """May be changed while no job is in flight."""
         self._kernel_up_to = kernel_up_to
+        self._measured: int | None = None
         self._kernel: kernel.CopyKernel | None = None
 
     def copy_ways(self) -> tuple[str, ...]:
         """Those that can be compared on this machine."""
-        return ("dma", "kernel") if kernel.is_available() else ("dma",)
+        return (DMA, KERNEL) if kernel.is_available() else (DMA,)
+
+    def calibrated_for(self) -> tuple[str, str]:
+        """Name of the device, and version of its driver."""
+        return self.driver.device_name(self.index), self.driver.version_text
 
     def open_driver(self, library: ctypes.CDLL | None) -> Driver:
         return CudaDriver(library or open_library(LIBRARIES))
@@ -74,16 +81,15 @@ class CudaBackend(DriverBackend):
     @property
     def kernel_up_to(self) -> int:
         """Bytes of the largest copy that the kernel does; 0: none."""
-        if self._kernel_up_to is None:
-            if self.way == "kernel":
-                self._kernel_up_to = sys.maxsize
-            elif self.way == "auto" and kernel.is_available():
-                driver = self.driver
-                measured = calibration.load(driver.device_name(self.index), driver.version_text)
-                self._kernel_up_to = measured or 0
-            else:
-                self._kernel_up_to = 0
-        return self._kernel_up_to
+        if self.way == DMA or not kernel.is_available():
+            return 0
+        if self._kernel_up_to is not None:
+            return self._kernel_up_to
+        if self.way == KERNEL:
+            return sys.maxsize
+        if self._measured is None:
+            self._measured = calibration.load(*self.calibrated_for()) or 0
+        return self._measured
 
     def enqueue(
         self, copies: Descriptors, plan: CopyPlan, stream: torch.Stream, keep: Keep[Any]

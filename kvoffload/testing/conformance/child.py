@@ -117,20 +117,16 @@ def _maker(request: Request) -> Callable[[], Any]:
 
         registry = BackendRegistry()
         return lambda: registry.create(str(request.backend), request.device)
-    from kvoffload.testing.fake_device import load
-    from kvoffload.testing.fake_device.variants import DEVICE, VARIANTS
-
-    fake = load()
     if request.backend_class is not None:
+        from kvoffload.testing.fake_device import load
+        from kvoffload.testing.fake_device.variants import DEVICE
+
+        load()
         made_there = _class(request.backend_class)
         return lambda: made_there(DEVICE)
-    if request.backend in VARIANTS:
-        make = VARIANTS[request.backend][request.variant]
-        return lambda: make(fake)
-    from kvoffload.plugins.registry import BackendRegistry
+    from kvoffload.testing.fake_device.make import maker
 
-    registry = BackendRegistry()
-    return lambda: registry.create(str(request.backend), DEVICE)
+    return maker(str(request.backend), request.variant)
 
 
 def _class(name: str) -> Callable[..., Any]:
