@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvoffload.backends import _driver
 from kvoffload.backends._driver import DriverError
 from kvoffload.backends.cuda.backend import CudaBackend
 from kvoffload.backends.cuda.copy import CudaDriver
+from kvoffload.core import host_memory
 from kvoffload.core.errors import GraphCaptureError, SubmitError
 from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec
@@ -270,3 +273,22 @@ def test_a_stream_that_is_being_captured_is_refused(fake: FakeDevice, lab: Lab) 
         lab.worker.transfer_async(77, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([0])))
     fake.set_capturing(stream, False)
     lab.succeed(lab.store([1], [0]))
+
+
+def test_host_memory_belongs_next_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def node_of(pci_bus_id: str) -> int:
+        asked.append(pci_bus_id)
+        return 0
+
+    monkeypatch.setattr(_driver, "numa_node_of", node_of)
+    monkeypatch.setattr(host_memory, "cpus_of_node", lambda node: {min(os.sched_getaffinity(0))})
+    memory = cuda(device="fake:1").allocate_host(8192)
+    assert asked == ["0000:fb:00.0"]
+    assert memory.numa_node == 0
+    assert memory.pinned
+    memory.release()
+    chosen = cuda().allocate_host(8192, numa_node=0)
+    assert len(asked) == 1, "who names a node gets that one"
+    chosen.release()
