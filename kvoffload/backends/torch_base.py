@@ -33,8 +33,10 @@ class TorchPinnedMemory(HostMemory):
     """Zeroed, page-locked memory from torch's allocator; see :class:`HostMemory`."""
 
     def _allocate(self) -> npt.NDArray[np.uint8]:
-        array: npt.NDArray[np.uint8]
-        array = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        made = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        if self.nbytes and not made.is_pinned():
+            raise RuntimeError("the allocator for pinned memory gave pageable memory")
+        array: npt.NDArray[np.uint8] = made.numpy()
         self.pinned = True
         return array
 
@@ -102,7 +104,8 @@ class TorchBackend(Backend):
                 return TorchPinnedMemory(nbytes, numa_node=numa_node)
             except RuntimeError as error:
                 why = f"pinning was refused ({str(error).splitlines()[0]})"
-        logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
+        if self.capabilities.pinned_memory:  # the first time: it is said once
+            logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
         self.capabilities = replace(self.capabilities, pinned_memory=False, asynchronous=False)
         return HostMemory(nbytes, numa_node=numa_node)
 
