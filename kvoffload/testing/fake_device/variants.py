@@ -14,7 +14,20 @@ DEFAULT_VARIANT = "default"
 """Of a backend that has no driver of its own."""
 DEVICE = f"{DEVICE_TYPE}:0"
 
-VARIANTS: dict[str, dict[str, MakeOnFake]] = {}
+
+def _hpu(*, lazy: bool) -> MakeOnFake:
+    def make(fake: FakeDevice) -> Backend:
+        from kvoffload.backends.hpu.backend import HpuBackend
+        from kvoffload.testing.fake_device.hpu import FakeHabana
+
+        return HpuBackend(DEVICE, FakeHabana(fake, lazy=lazy))
+
+    return make
+
+
+VARIANTS: dict[str, dict[str, MakeOnFake]] = {
+    "hpu": {"eager": _hpu(lazy=False), "lazy": _hpu(lazy=True)},
+}
 """By backend and variant. Factories import the backend, so that reading the names costs nothing."""
 
 
