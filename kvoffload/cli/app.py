@@ -350,3 +350,40 @@ def bench_ordering(
         return run_ordering(blocks=blocks, seed=seed, as_json=json)
 
     return command
+
+
+@bench.command("naive")
+def bench_naive(
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend by name; by default chosen as 'kvoffload backends' explains."),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fake[:VARIANT]",
+            help="On the fake device instead of here; in the first variant of its driver, or in "
+            "the one named.",
+        ),
+    ] = None,
+    pages: Annotated[
+        str, typer.Option(help="Bytes of one block in one layer; several with commas.")
+    ] = "16KiB,64KiB",
+    layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers.")] = 32,
+    blocks: Annotated[int, typer.Option(parser=_count, metavar="N", help="Blocks.")] = 500,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """What a transfer takes, against moving layer by layer and waiting for the device.
+
+    Of an accelerator that torch knows. The bytes of both are compared.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench import run_naive
+
+        return run_naive(
+            backend, on=on, pages=pages, layers=layers, blocks=blocks, seed=seed, as_json=json
+        )
+
+    return command

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from rich.table import Table
 
-from kvoffload.bench import ordering, plan
+from kvoffload.bench import naive, ordering, plan
 from kvoffload.cli import EXIT_OK
 from kvoffload.cli.interrupt import current
 from kvoffload.cli.output import print_json, show
+from kvoffload.cli.variants import variants_on
+from kvoffload.core.backend import Backend
 from kvoffload.core.errors import ConfigurationError
+from kvoffload.core.sizes import format_bytes, parse_bytes
+from kvoffload.plugins.registry import BackendRegistry
 
 MOST_COPIES = 20_000_000
 """Of one plan: what a machine has memory and patience for."""
@@ -69,3 +74,64 @@ def run_ordering(*, blocks: int, seed: int, as_json: bool) -> int:
         table.add_row(f"{row.finished:,}", f"{row.ordering_us:.1f}", f"{row.ratio:.2f}")
     show(table)
     return EXIT_OK
+
+
+def run_naive(
+    name: str | None,
+    *,
+    on: str | None,
+    pages: str,
+    layers: int,
+    blocks: int,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Print what staging and asynchrony are worth."""
+    sizes = [parse_bytes(page, "--pages") for page in pages.split(",")]
+    make = _maker(name, on)
+    with current().at_once():
+        rows = naive.run(make, pages=sizes, layers=layers, blocks=blocks, seed=seed)
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows]})
+        return EXIT_OK
+    table = Table(
+        title=f"{layers} layers × {blocks} blocks, median GB/s; ratio: kvoffload's to the naive "
+        "path's",
+        title_justify="left",
+        box=None,
+    )
+    for heading in ("page", "direction", "kvoffload", "naive", "ratio"):
+        table.add_column(heading, justify="left" if heading == "direction" else "right")
+    for row in rows:
+        table.add_row(
+            format_bytes(row.page_bytes),
+            row.direction,
+            f"{row.ours / 1e9:.2f}",
+            f"{row.naive / 1e9:.2f}",
+            f"{row.ratio:.1f}",
+        )
+    show(table)
+    return EXIT_OK
+
+
+def _maker(name: str | None, on: str | None) -> Callable[[], Backend]:
+    """What makes the backend to measure, of an accelerator that torch knows."""
+    variant = variants_on(name, on)[0]
+    if variant is None:
+        registry = BackendRegistry()
+        chosen, found = registry.choose(name)
+        if found.device is None or found.device.type == "cpu":
+            raise ConfigurationError(
+                f"{chosen} serves no accelerator that torch knows; there is nothing to compare"
+            )
+        return lambda: registry.create(chosen)
+    from kvoffload.testing.fake_device import load
+    from kvoffload.testing.fake_device.variants import DEVICE, VARIANTS
+
+    fake = load()
+    if name in VARIANTS:
+        made = VARIANTS[name][variant]
+        return lambda: made(fake)
+    if name is None:
+        raise ConfigurationError("--on fake: name the backend with --backend")
+    return lambda: BackendRegistry().create(name, DEVICE)

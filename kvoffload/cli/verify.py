@@ -8,6 +8,7 @@ from kvoffload.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvoffload.cli.interrupt import current
 from kvoffload.cli.output import print_json, say, show
 from kvoffload.cli.progress import progress_bar
+from kvoffload.cli.variants import variants_on
 from kvoffload.core.errors import ConfigurationError
 from kvoffload.plugins.registry import BackendRegistry
 from kvoffload.testing.conformance.child import Request
@@ -34,7 +35,7 @@ def run(
         backend=name or str(backend_class),
         distribution="" if name is None else BackendRegistry().distribution(name),
     )
-    for variant in _variants(name, on):
+    for variant in variants_on(name, on):
         request = Request(
             backend=name,
             backend_class=backend_class,
@@ -57,23 +58,6 @@ def run(
         say(f"interrupted after {sum(len(v.outcomes) for v in report.variants)} checks")
         return EXIT_INTERRUPTED
     return EXIT_OK if report.ok else EXIT_FAILED
-
-
-def _variants(name: str | None, on: str | None) -> list[str | None]:
-    """Where to run: None is this machine."""
-    if on is None:
-        return [None]
-    kind, _, variant = on.partition(":")
-    if kind != "fake":
-        raise ConfigurationError(f"--on {on}: there is only 'fake', or 'fake:VARIANT'")
-    from kvoffload.testing.fake_device.variants import variants_of
-
-    known = variants_of(name or "")
-    if not variant:
-        return list(known)
-    if variant not in known:
-        raise ConfigurationError(f"--on {on}: the variants of {name} are {', '.join(known)}")
-    return [variant]
 
 
 def _lines(report: Report) -> Iterator[str]:
