@@ -142,8 +142,8 @@ class IndexCopy:
                 other = None
                 if plan.lane is Lane.COPY:
                     other = place(units[again])
-                elif plan.lane is Lane.LOAD and rows > count:
-                    other = place(again)
+                elif plan.lane is Lane.LOAD and self._bucket is not None:
+                    other = place(again)  # also if there is nothing to fill: one length less
                 parts.append(Part(whole.group, units, rows, index, other))
         if self._bucket is not None:
             pieces.append(np.zeros(self._bucket(end) - end, dtype=np.int64))
@@ -180,7 +180,7 @@ class IndexCopy:
             staged = self._stage(Lane.LOAD, part.rows, segment.width)
             for chunk, rows in self._pieces(segment, part.units):
                 staged[rows].copy_(chunk, non_blocking=True)
-            if part.other is not None:
+            if part.other is not None and part.rows > len(part.units):
                 filled = self._stage(Lane.LOAD, part.rows, segment.width, "filled")
                 staged = torch.index_select(staged, 0, index[part.other], out=filled)
             for tensor, column in segment.columns:
