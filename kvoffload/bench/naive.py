@@ -15,7 +15,8 @@ import torch
 
 from kvoffload.bench.timing import in_turn
 from kvoffload.core.backend import Backend
-from kvoffload.core.errors import KVOffloadError
+from kvoffload.core.errors import CopyError
+from kvoffload.core.host_memory import check_available
 from kvoffload.core.kv_caches import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -106,9 +107,13 @@ def run(
         rounds: of which the median counts.
 
     Raises:
-        KVOffloadError: a byte was wrong.
+        CapacityError: this machine has not that much memory.
+        TransferError: a transfer failed, or a byte was wrong.
     """
     rows: list[Row] = []
+    for page in pages:
+        # Where the device is emulated it is this machine's memory, too.
+        check_available(3 * layers * blocks * page, "the caches and both paths' host memory")
     for page in pages:
         rows += _measure(make_backend(), page, layers, blocks, seed, rounds)
     return rows
@@ -187,4 +192,4 @@ def _compare(
     sample = np.arange(0, tensors[0].shape[0], SAMPLE)
     for number, (tensor, wanted) in enumerate(zip(tensors, truth, strict=True)):
         if not np.array_equal(rig.read(tensor, sample), wanted):
-            raise KVOffloadError(f"the bytes of layer {number} did not come back as they were")
+            raise CopyError(f"the bytes of layer {number} did not come back as they were")

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from rich.table import Table
 
 from kvoffload.bench import naive, ordering, plan
-from kvoffload.cli import EXIT_OK
+from kvoffload.cli import EXIT_FAILED, EXIT_OK
 from kvoffload.cli.interrupt import current
-from kvoffload.cli.output import print_json, show
+from kvoffload.cli.output import print_json, say, show
 from kvoffload.cli.variants import variants_on
 from kvoffload.core.backend import Backend
-from kvoffload.core.errors import ConfigurationError
+from kvoffload.core.errors import ConfigurationError, TransferError
 from kvoffload.core.sizes import format_bytes, parse_bytes
 from kvoffload.plugins.registry import BackendRegistry
 
@@ -23,11 +23,7 @@ MOST_COPIES = 20_000_000
 
 def run_plan(*, layers: int, blocks: int, seed: int, as_json: bool) -> int:
     """Print what planning costs."""
-    if layers * blocks > MOST_COPIES:
-        raise ConfigurationError(
-            f"--layers {layers}, --blocks {blocks}: {layers * blocks} copies are more than the "
-            f"{MOST_COPIES:,} that are measured"
-        )
+    _check_copies(layers, blocks)
     with current().at_once():
         rows = plan.run(layers=layers, blocks=blocks, seed=seed)
     if as_json:
@@ -88,9 +84,14 @@ def run_naive(
 ) -> int:
     """Print what staging and asynchrony are worth."""
     sizes = [parse_bytes(page, "--pages") for page in pages.split(",")]
+    _check_copies(layers, blocks)
     make = _maker(name, on)
     with current().at_once():
-        rows = naive.run(make, pages=sizes, layers=layers, blocks=blocks, seed=seed)
+        try:
+            rows = naive.run(make, pages=sizes, layers=layers, blocks=blocks, seed=seed)
+        except TransferError as error:
+            say(f"error: {error}")
+            return EXIT_FAILED
     if as_json:
         print_json({"rows": [asdict(row) for row in rows]})
         return EXIT_OK
@@ -112,6 +113,14 @@ def run_naive(
         )
     show(table)
     return EXIT_OK
+
+
+def _check_copies(layers: int, blocks: int) -> None:
+    if layers * blocks > MOST_COPIES:
+        raise ConfigurationError(
+            f"--layers {layers}, --blocks {blocks}: {layers * blocks} copies are more than the "
+            f"{MOST_COPIES:,} that are measured"
+        )
 
 
 def _maker(name: str | None, on: str | None) -> Callable[[], Backend]:
