@@ -73,8 +73,8 @@ def page_bytes(odd: int, itemsize: int) -> int:
     return next((n for n in candidates if n % itemsize == 0 and n % odd), 3 * itemsize)
 
 
-def build(case: Case) -> Layout:
-    """The cache of a case; the same whenever it is called."""
+def build(case: Case, device: str = "cpu") -> Layout:
+    """The cache of a case; the same whenever it is called, but for where it is."""
     size = case.dtype.itemsize
     base = page_bytes(case.odd_page, size)
     scales = {"1 group": [1], "2 groups alike": [1, 1], "3 groups unlike": [1, 2, 3]}[case.groups]
@@ -96,7 +96,7 @@ def build(case: Case) -> Layout:
             strands += [(name, p) for p in pages]
     places = list(_place(strands, case, size))
     end = max(offset + (case.blocks - 1) * stride + page for offset, stride, page in places)
-    storage = torch.zeros(-(-(end + GAP) // 8) * 8, dtype=torch.uint8)
+    storage = torch.zeros(-(-(end + GAP) // 8) * 8, dtype=torch.uint8, device=device)
     typed = storage.view(case.dtype)
 
     layers: dict[str, LayerCache] = {}

@@ -53,14 +53,18 @@ def _pairs(point: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]
     return set(itertools.combinations(enumerate(point), 2))
 
 
-def round_trip(make_backend: Callable[[], Backend], case: Case, order: HostOrder) -> None:
+def round_trip(
+    make_backend: Callable[[], Backend], case: Case, order: HostOrder, device: str = "cpu"
+) -> None:
     rng = np.random.default_rng(7)
-    live, expected = build(case), build(case)
+    live, expected = build(case, device), build(case)
     blocks, factor = case.blocks, case.factor
     groups = len(live.registration.groups)
     caches = canonicalize(live.registration)
     if factor == 1:
-        assert sum(t.page_size_bytes for t in caches.tensors) * blocks == layouts.unique_bytes(live)
+        assert sum(t.page_size_bytes for t in caches.tensors) * blocks == layouts.unique_bytes(
+            build(case)
+        )
     row = sum(t.page_size_bytes for t in caches.tensors)
     worker = OffloadingWorker.for_caches(
         make_backend(),
@@ -108,7 +112,7 @@ def round_trip(make_backend: Callable[[], Backend], case: Case, order: HostOrder
                     source.block(group, int(b_from)), expected.block(group, int(b_to)), strict=True
                 ):
                     new.copy_(old)
-        wrong = torch.nonzero(live.storage != expected.storage).flatten().tolist()
+        wrong = torch.nonzero(live.storage.cpu() != expected.storage).flatten().tolist()
         assert not wrong, f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
 
         beyond = DeviceLoadStoreSpec([blocks] * factor, [factor] + [0] * (groups - 1))
