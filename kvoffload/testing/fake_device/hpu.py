@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,17 +231,22 @@ class FakeHabana:
         return Recompiles(self)
 
 
+Operand: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""What a compiler sees of a tensor: type of device, shape, strides, dtype. Not where it begins."""
+
+
 class Recompiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation as torch dispatches it, and keeps the shapes that are new.
+    """Sees every operation as torch dispatches it.
 
     Attributes:
-        operations: those with a device tensor that are no views, in their order: name and shapes.
+        operations: gathers, scatters and copies, in their order; those of the host alone are named
+            ``"host …"``, and are gathers and scatters only.
     """
 
     def __init__(self, habana: FakeHabana) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._habana = habana
-        self.operations: list[tuple[str, tuple[Any, ...]]] = []
+        self.operations: list[tuple[str, tuple[Operand, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -249,19 +254,19 @@ class Recompiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **given)
         if name in COMPILED or name in COPIED:
             both = (*args, *given.values(), *((result,) if name == "_to_copy" else ()))
-            tensors = [each for each in both if isinstance(each, torch.Tensor)]
-            if any(each.device.type == DEVICE_TYPE for each in tensors):
+            operands = tuple(_operand(each) for each in both if isinstance(each, torch.Tensor))
+            if any(device == DEVICE_TYPE for device, *_ in operands):
                 self._habana.gather()
-                self.operations.append((name, tuple(_shape(each) for each in tensors)))
-            elif name in ("index_put_", "_index_put_impl_", "index_select"):
-                self.operations.append((f"host {name}", tuple(_shape(each) for each in tensors)))
+                self.operations.append((name, operands))
+            elif name in COMPILED:
+                self.operations.append((f"host {name}", operands))
         return result
 
     @property
-    def shapes(self) -> set[tuple[str, tuple[Any, ...]]]:
-        """Of all operations, each once: so often the real one compiles."""
-        return set(self.operations)
+    def shapes(self) -> set[tuple[str, tuple[Operand, ...]]]:
+        """Of the device's operations, each once: so often the real one compiles."""
+        return {each for each in self.operations if not each[0].startswith("host ")}
 
 
-def _shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return tensor.device.type, tuple(tensor.shape), tensor.dtype
+def _operand(tensor: torch.Tensor) -> Operand:
+    return tensor.device.type, tuple(tensor.shape), tensor.stride(), tensor.dtype

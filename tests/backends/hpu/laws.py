@@ -91,28 +91,51 @@ def nothing_waits_for_the_device(make: Make) -> None:
 
 def shapes_are_bounded(make: Make) -> None:
     """However many lengths of transfers there are, the device sees log2 of the largest, and one."""
-    most = int(math.log2(LARGEST)) + 1
     with lab_on(make, lazy=False) as (lab, habana):
         for lane in (Lane.STORE, Lane.LOAD):
             with habana.watch() as seen:
                 for rows in range(1, LARGEST + 1):
                     scattered = lab.rng.permutation(LARGEST)[:rows].tolist()
                     for blocks, chunks in ((scattered, range(rows)), (range(rows), scattered)):
-                        store = lane is Lane.STORE
-                        lab.succeed(
-                            lab.store(blocks, chunks) if store else lab.load(chunks, blocks)
-                        )
-            for operation, lengths in _lengths(seen).items():
-                assert len(lengths) <= most, (lane, operation, sorted(lengths))
+                        if lane is Lane.STORE:
+                            lab.succeed(lab.store(blocks, chunks))
+                        else:
+                            lab.succeed(lab.load(chunks, blocks))
+            _check_lengths(seen, LARGEST)
         lab.check()
+
+
+def shapes_of_several_groups_are_bounded(make: Make) -> None:
+    """So it is where groups are of different lengths, and enter inside of chunks."""
+    cache = Cache(pages=(64, 24, 104), groups=((0, 1), (2,)), blocks=LARGEST, chunks=32, factor=2)
+    with lab_on(make, lazy=False, cache=cache) as (lab, habana):
+        everything = (range(LARGEST), range(32))
+        lab.succeed(lab.store_groups({0: everything, 1: everything}))
+        with habana.watch() as seen:
+            for _ in range(150):
+                first, second = (int(n) for n in lab.rng.integers(1, 33, 2))
+                left, right = (lab.rng.permutation(32).tolist() for _ in range(2))
+                groups = {
+                    0: (left[:first], range(2 * first), 0),
+                    1: (right[:second], range(1, 2 * second), 1),
+                }
+                lab.succeed(lab.load_groups(groups))
+        _check_lengths(seen, 2 * LARGEST)
+        lab.check()
+
+
+def _check_lengths(seen: Recompiles, largest: int) -> None:
+    for operation, lengths in _lengths(seen).items():
+        assert len(lengths) <= math.log2(largest) + 1, (operation, sorted(lengths))
 
 
 def _lengths(seen: Recompiles) -> dict[Any, set[Any]]:
     """The lengths that were seen, by operation and what its operands look like but for those."""
-    found = defaultdict(set)
+    found: dict[Any, set[Any]] = defaultdict(set)
     for name, operands in seen.shapes:
-        shapes = [shape for _, shape, _ in operands if shape]
-        found[name, tuple(shape[1:] for shape in shapes)].add(shapes[-1][0])
+        pages = tuple(shape[1:] for _, shape, _, _ in operands)
+        strides = tuple(stride for _, _, stride, _ in operands)
+        found[name, pages].add((operands[-1][1][0], strides))
     return found
 
 

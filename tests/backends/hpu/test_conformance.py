@@ -10,7 +10,7 @@ from kvoffload.core.backend import Backend
 from kvoffload.testing.conformance.suite import BackendConformance
 from kvoffload.testing.fake_device import load
 from kvoffload.testing.fake_device.hpu import FakeHabana
-from kvoffload.testing.fake_device.variants import VARIANTS
+from kvoffload.testing.fake_device.variants import VARIANTS, variants_of
 from tests.backends.hpu.laws import real
 
 pytestmark = pytest.mark.fake
@@ -34,3 +34,9 @@ class TestUnpinned(BackendConformance):
 
     def make_backend(self) -> Backend:
         return real(FakeHabana(load(), lazy=True))
+
+
+def test_verify_runs_both_modes() -> None:
+    assert variants_of("hpu") == ["eager", "lazy"]
+    modes = [VARIANTS["hpu"][name](load()).probe().reason for name in variants_of("hpu")]
+    assert [mode.rsplit(", ")[-1] for mode in modes] == ["eager mode", "lazy mode"]

@@ -27,6 +27,7 @@ LAWS: list[Callable[[laws.Make], None]] = [
     laws.events_are_polled_and_streams_are_not,
     laws.nothing_waits_for_the_device,
     laws.shapes_are_bounded,
+    laws.shapes_of_several_groups_are_bounded,
     laws.ids_go_up_once,
     laws.padding_writes_no_other_block,
 ]
@@ -124,6 +125,7 @@ def using(copy: type[HpuCopy]) -> type[HpuBackend]:
         (AsksItsStream, laws.events_are_polled_and_streams_are_not),
         (SynchronisesTheDevice, laws.nothing_waits_for_the_device),
         (using(PadsNothing), laws.shapes_are_bounded),
+        (using(PadsNothing), laws.shapes_of_several_groups_are_bounded),
         (using(PadsButCopiesRunsOfAnyLength), laws.shapes_are_bounded),
         (using(UploadsForEveryLayer), laws.ids_go_up_once),
         (using(PadsWithAnotherBlock), laws.padding_writes_no_other_block),
