@@ -115,11 +115,14 @@ def shapes_of_several_groups_are_bounded(make: Make) -> None:
             for _ in range(150):
                 first, second = (int(n) for n in lab.rng.integers(1, 33, 2))
                 left, right = (lab.rng.permutation(32).tolist() for _ in range(2))
-                groups = {
-                    0: (left[:first], range(2 * first), 0),
-                    1: (right[:second], range(1, 2 * second), 1),
-                }
-                lab.succeed(lab.load_groups(groups))
+                lab.succeed(
+                    lab.load_groups(
+                        {
+                            0: (left[:first], range(2 * first), 0),
+                            1: (right[:second], range(1, 2 * second), 1),
+                        }
+                    )
+                )
         _check_lengths(seen, 2 * LARGEST)
         lab.check()
 
