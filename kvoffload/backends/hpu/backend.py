@@ -13,6 +13,11 @@ from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan, Geometry
 
+NOT_INSTALLED = (
+    f"{PACKAGE} is not installed: install habana-torch-plugin with the Intel Gaudi software suite, "
+    "or run in the suite's PyTorch container image; it is not on PyPI"
+)
+
 
 class HpuBackend(HpuStreams):
     """Intel Gaudi accelerators, through the vendor's torch bridge; arguments as there."""
@@ -20,13 +25,9 @@ class HpuBackend(HpuStreams):
     _copy: HpuCopy | None = None
 
     def probe(self) -> Probe:
-        if self._bridge is None and not is_installed():
-            return Probe(
-                False,
-                f"{PACKAGE} is not installed: install habana-torch-plugin with the Intel Gaudi "
-                "software suite, or run in the suite's PyTorch container image; it is not on PyPI",
-            )
         try:
+            if self._bridge is None and not is_installed():
+                return Probe(False, NOT_INSTALLED)
             found = bool(self.bridge.hpu.is_available())
             mode = "lazy" if self.lazy else "eager"
         except Exception as error:  # noqa: BLE001 - a probe never raises

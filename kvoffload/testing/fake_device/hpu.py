@@ -52,11 +52,13 @@ class Stream(torch.Stream):
 
     habana: FakeHabana
 
-    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> Stream:
-        """Like the real one, without use for the priority."""
-        if known:
-            return super().__new__(cls, **known)
-        return super().__new__(cls, DEVICE if device is None else device, priority=min(priority, 0))
+    def __new__(
+        cls,
+        device: Any = None,  # noqa: ARG004 - as the real one has no use for it: there is one device
+        priority: int = 0,  # noqa: ARG004 - and one priority
+        **known: int,
+    ) -> Stream:
+        return super().__new__(cls, **known) if known else super().__new__(cls, DEVICE)
 
     def query(self) -> bool:
         self._look()

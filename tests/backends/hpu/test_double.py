@@ -42,6 +42,7 @@ def test_a_stream_is_current_within_its_context_and_on_its_thread(habana: FakeHa
         with hpu.stream(None):
             assert hpu.current_stream() == stream
     assert hpu.current_stream() == hpu.default_stream() == seen[0]
+    assert load().priority(stream) == 0
 
 
 def test_events_order_and_time_streams(habana: FakeHabana) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvoffload.backends.hpu.backend import HpuBackend
 from kvoffload.core.errors import ClosedError, ConfigurationError
 from kvoffload.core.lanes import Lane
 from kvoffload.rig import Fault
@@ -106,10 +107,9 @@ def test_a_copy_that_fails_leaves_no_operation_for_somebody_elses_step() -> None
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_after_a_warm_up_nothing_is_compiled(lazy: bool) -> None:
     with lab_on(real, lazy=lazy) as (lab, habana):
-        backend = lab.backend
-        assert isinstance(backend, type(real(habana)))
+        assert isinstance(lab.backend, HpuBackend)
         with habana.watch() as warming:
-            lengths = backend.warm_up(32)
+            lengths = lab.backend.warm_up(32)
         assert lengths == 3 * 6, "1, 2, … 32 of each direction"
         lab.check()  # nothing has changed, on the device or in host memory
         assert habana.counts.stray == 0
@@ -120,6 +120,13 @@ def test_after_a_warm_up_nothing_is_compiled(lazy: bool) -> None:
             (name, shapes) for name, shapes in seen.shapes - warming.shapes if len(shapes[0][1]) > 1
         }
         assert not new
+        lab.check()
+
+
+def test_it_warms_up_without_pinned_memory() -> None:
+    with FakeHabana(load(), lazy=False).refusing_to_pin(), lab_on(real, lazy=False) as (lab, _):
+        assert isinstance(lab.backend, HpuBackend)
+        assert lab.backend.warm_up(3) == 3 * 3
         lab.check()
 
 
