@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class _Segment:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """What passes through the staging buffer at a time."""
 
     group: int
@@ -75,6 +76,8 @@ class IndexCopy:
             chunks are then copied in powers of two as well. By default nothing is padded.
         widest: bytes of the widest element that the device moves well: 8, 4, 2 or 1.
         staging_bytes: device memory for each direction; at least a row is taken.
+        on: makes what is enqueued within its context go onto the stream; entered once for each
+            transfer. By default the stream itself, as torch's generic streams are such contexts.
     """
 
     def __init__(
@@ -86,7 +89,9 @@ class IndexCopy:
         bucket: Callable[[int], int] | None = None,
         widest: int = 8,
         staging_bytes: int = STAGING_BYTES,
+        on: Callable[[Any], AbstractContextManager[Any]] = lambda stream: stream,
     ) -> None:
+        self._on = on
         self._bucket = bucket
         self._factor = geometry.host.factor
         size, dtype = _element(geometry, host, widest)
@@ -100,10 +105,10 @@ class IndexCopy:
         self._elements, self._dtype = elements, dtype
         self._staging: dict[tuple[Lane, str], torch.Tensor] = {}
 
-    def __call__(self, plan: CopyPlan, stream: torch.Stream, keep: Keep[Any]) -> None:
+    def __call__(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
         """Enqueue the copy of ``plan`` on ``stream``: see :meth:`Backend.swap_blocks`."""
         parts, indices = self._lower(plan)
-        with stream:
+        with self._on(stream):
             index = keep(self._upload(indices, keep))
             move = {Lane.STORE: self._store, Lane.LOAD: self._load, Lane.COPY: self._copy}
             for part in parts:
@@ -115,9 +120,9 @@ class IndexCopy:
             host = keep(host.pin_memory())
         return host.to(self._device, non_blocking=True)
 
-    def _lower(self, plan: CopyPlan) -> tuple[list[_Part], IntArray]:
+    def _lower(self, plan: CopyPlan) -> tuple[list[Part], IntArray]:
         """The plan in parts that fit the staging buffer, and all their indices in one array."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         pieces: list[IntArray] = []
         end = 0
 
@@ -137,9 +142,9 @@ class IndexCopy:
                 other = None
                 if plan.lane is Lane.COPY:
                     other = place(units[again])
-                elif plan.lane is Lane.LOAD and rows > count:
-                    other = place(again)
-                parts.append(_Part(whole.group, units, rows, index, other))
+                elif plan.lane is Lane.LOAD and self._bucket is not None:
+                    other = place(again)  # also if there is nothing to fill: one length less
+                parts.append(Part(whole.group, units, rows, index, other))
         if self._bucket is not None:
             pieces.append(np.zeros(self._bucket(end) - end, dtype=np.int64))
         return parts, np.concatenate(pieces)
@@ -160,7 +165,7 @@ class IndexCopy:
             self._staging[key] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         return self._staging[key][: rows * width].view(rows, width)
 
-    def _store(self, part: _Part, index: torch.Tensor) -> None:
+    def _store(self, part: Part, index: torch.Tensor) -> None:
         blocks = index[part.index]
         for segment in self._segments[part.group]:
             staged = self._stage(Lane.STORE, part.rows, segment.width)
@@ -169,19 +174,19 @@ class IndexCopy:
             for chunk, rows in self._pieces(segment, part.units):
                 chunk.copy_(staged[rows], non_blocking=True)
 
-    def _load(self, part: _Part, index: torch.Tensor) -> None:
+    def _load(self, part: Part, index: torch.Tensor) -> None:
         blocks = index[part.index]
         for segment in self._segments[part.group]:
             staged = self._stage(Lane.LOAD, part.rows, segment.width)
             for chunk, rows in self._pieces(segment, part.units):
                 staged[rows].copy_(chunk, non_blocking=True)
-            if part.other is not None:
+            if part.other is not None and part.rows > len(part.units):
                 filled = self._stage(Lane.LOAD, part.rows, segment.width, "filled")
                 staged = torch.index_select(staged, 0, index[part.other], out=filled)
             for tensor, column in segment.columns:
                 self._tensors[tensor].index_copy_(0, blocks, staged[:, column])
 
-    def _copy(self, part: _Part, index: torch.Tensor) -> None:
+    def _copy(self, part: Part, index: torch.Tensor) -> None:
         if part.other is None:
             raise ValueError("a copy on the device has sources")
         for segment in self._segments[part.group]:

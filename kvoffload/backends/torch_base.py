@@ -33,8 +33,10 @@ class TorchPinnedMemory(HostMemory):
     """Zeroed, page-locked memory from torch's allocator; see :class:`HostMemory`."""
 
     def _allocate(self) -> npt.NDArray[np.uint8]:
-        array: npt.NDArray[np.uint8]
-        array = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        made = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        if self.nbytes and not made.is_pinned():
+            raise RuntimeError("the allocator for pinned memory gave pageable memory")
+        array: npt.NDArray[np.uint8] = made.numpy()
         self.pinned = True
         return array
 
@@ -107,7 +109,8 @@ class TorchBackend(Backend):
 
     def do_without_pinned_memory(self, why: str) -> None:
         """Say once that copies go through pageable memory from here on, and claim no more."""
-        logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
+        if self.capabilities.pinned_memory:  # the first time
+            logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
         self.capabilities = replace(self.capabilities, pinned_memory=False, asynchronous=False)
 
     def close(self) -> None:

@@ -484,3 +484,28 @@ def bench_gpu(
         )
 
     return command
+
+
+@bench.command("naive")
+def bench_naive(
+    backend: BackendName = None,
+    on: OnFake = None,
+    pages: Annotated[str, typer.Option(metavar="SIZES", help=PAGES_HELP)] = "16KiB,64KiB",
+    layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers.")] = 32,
+    blocks: Annotated[int, typer.Option(parser=_count, metavar="N", help="Blocks.")] = 500,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Of the random ids.")] = 0,
+    json: Json = False,
+) -> Command:
+    """What a transfer takes, against moving layer by layer and waiting for the device.
+
+    Of an accelerator that torch knows. The bytes of both are compared.
+    """
+
+    def command() -> int:
+        from kvoffload.cli.bench import run_naive
+
+        return run_naive(
+            backend, on=on, pages=pages, layers=layers, blocks=blocks, seed=seed, as_json=json
+        )
+
+    return command

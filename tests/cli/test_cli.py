@@ -147,6 +147,7 @@ def test_a_backend_that_the_variable_names_is_blamed_on_the_variable(
         *(("bench plan", option) for option in ("layers", "blocks", "seed")),
         *(("bench copy", option) for option in ("pages", "blocks", "rounds", "seed", "on")),
         *(("bench gpu", option) for option in ("pages", "blocks", "rounds", "seed", "on")),
+        *(("bench naive", option) for option in ("layers", "blocks", "pages", "seed")),
     ],
 )
 def test_an_absurd_number_is_one_line_that_does_not_repeat_it(
@@ -190,8 +191,9 @@ def test_device_and_host_memory_must_fit_this_machine_together(
 
 
 def test_a_bench_that_no_machine_could_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "bench", "plan", "--layers", "1000000000")
-    assert "--layers 1000000000" in said
+    for bench in ("plan", "naive"):
+        said = refused(capsys, "bench", bench, "--layers", "1000000000")
+        assert "--layers 1000000000" in said
 
 
 @pytest.mark.parametrize("command", [[], ["bench"]])
@@ -269,7 +271,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("kvoffload 0.")
     assert main(["replay", "--help"]) == 0
     assert f"{len(chat(0)):,}" in capsys.readouterr().out
-    benches = [["bench", name] for name in ("plan", "ordering", "copy", "calibrate", "gpu")]
+    benches = [
+        ["bench", name] for name in ("plan", "ordering", "copy", "calibrate", "gpu", "naive")
+    ]
     for command in ([], ["replay"], ["backends"], ["bench"], *benches):
         assert main([*command, "--help"]) == 0
         assert "--help" in capsys.readouterr().out

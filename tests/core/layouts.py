@@ -74,7 +74,7 @@ def page_bytes(odd: int, itemsize: int) -> int:
 
 
 def build(case: Case, device: str = "cpu") -> Layout:
-    """The cache of a case; the same whenever it is called."""
+    """The cache of a case; the same whenever it is called, but for where it is."""
     size = case.dtype.itemsize
     base = page_bytes(case.odd_page, size)
     scales = {"1 group": [1], "2 groups alike": [1, 1], "3 groups unlike": [1, 2, 3]}[case.groups]

@@ -62,7 +62,9 @@ def round_trip(
     groups = len(live.registration.groups)
     caches = canonicalize(live.registration)
     if factor == 1:
-        assert sum(t.page_size_bytes for t in caches.tensors) * blocks == layouts.unique_bytes(live)
+        assert sum(t.page_size_bytes for t in caches.tensors) * blocks == layouts.unique_bytes(
+            build(case)
+        )
     row = sum(t.page_size_bytes for t in caches.tensors)
     worker = OffloadingWorker.for_caches(
         make_backend(),

@@ -273,7 +273,6 @@ def test_backends_say_what_is_missing_here() -> None:
         assert reports[name].reason
         with pytest.raises(BackendUnavailableError, match=name):
             select_backend(name)
-    assert "habana_frameworks.torch is not installed" in str(reports["hpu"].reason)
 
 
 def test_a_device_that_the_backend_does_not_serve_is_refused() -> None:

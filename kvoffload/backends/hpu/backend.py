@@ -1,27 +1,93 @@
-"""The hpu backend: so far only its probe."""
+"""The hpu backend, tied together."""
 
 from __future__ import annotations
 
-import importlib.util
+from typing import Any
 
-import torch
+from kvoffload.backends.hpu.copy import HpuCopy
+from kvoffload.backends.hpu.streams import PACKAGE, HpuStreams, is_installed
+from kvoffload.core.backend import Keep, Probe, Stream
+from kvoffload.core.errors import ClosedError, ConfigurationError
+from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.kv_caches import CanonicalKVCaches
+from kvoffload.core.lanes import Lane
+from kvoffload.core.plan import CopyPlan, Geometry
 
-from kvoffload.backends._planned import PlannedBackend
+NOT_INSTALLED = (
+    f"{PACKAGE} is not installed: install habana-torch-plugin with the Intel Gaudi software suite, "
+    "or run in the suite's PyTorch container image; it is not on PyPI"
+)
 
 
-class HpuBackend(PlannedBackend):
-    """Intel Gaudi accelerators through the vendor's torch bridge."""
+class HpuBackend(HpuStreams):
+    """Intel Gaudi accelerators, through the vendor's torch bridge; arguments as there."""
 
-    name = "hpu"
+    _copy: HpuCopy | None = None
 
-    def missing(self) -> str | None:
-        if importlib.util.find_spec("habana_frameworks") is None:
-            return (
-                "habana_frameworks.torch is not installed (it comes with the Intel Gaudi software "
-                "suite, not from PyPI)"
+    def probe(self) -> Probe:
+        try:
+            if self._bridge is None and not is_installed():
+                return Probe(False, NOT_INSTALLED)
+            found = bool(self.bridge.hpu.is_available())
+            mode = "lazy" if self.lazy else "eager"
+        except Exception as error:  # noqa: BLE001 - a probe never raises
+            return Probe(False, f"{PACKAGE} cannot be used: {type(error).__name__}: {error}")
+        if not found:
+            return Probe(
+                False,
+                f"{PACKAGE} is installed ({mode} mode), but finds no Gaudi: is its driver loaded, "
+                "and a device visible here and free?",
             )
-        importlib.import_module("habana_frameworks.torch")
-        hpu = getattr(torch, "hpu", None)
-        if hpu is None or not hpu.is_available():
-            return "habana_frameworks.torch is installed, but finds no Gaudi device"
-        return None
+        return Probe(True, f"{self.device} through {PACKAGE}, {mode} mode")
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        self._copy = HpuCopy(geometry, caches, host, self.step)
+
+    def unbind(self) -> None:
+        self._copy = None
+
+    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:
+        self._bound()(plan, stream, keep)
+
+    def warm_up(self, largest: int) -> int:
+        """Let the device compile for all lengths of transfers, before there are any.
+
+        Block 0 is read, and its own bytes are written back: nothing else may use the caches
+        meanwhile. Blocks until it is done.
+
+        Args:
+            largest: blocks of a group in the largest transfer.
+
+        Returns:
+            How many lengths were run, over all groups and directions.
+
+        Raises:
+            ClosedError: no caches are bound.
+            ConfigurationError: ``largest`` is not positive.
+        """
+        if largest < 1:
+            raise ConfigurationError(f"a transfer has at least one block, not {largest}")
+        copy, lengths = self._bound(), 0
+        held: list[Any] = []
+
+        def keep(value: Any) -> Any:
+            held.append(value)
+            return value
+
+        before = self.new_event()
+        self.current_stream().record_event(before)
+        for lane in Lane:
+            stream, done = self.new_stream(lane), self.new_event()
+            stream.wait_event(before)
+            try:
+                lengths += copy.warm_up(lane, largest, stream, keep)
+            finally:
+                stream.record_event(done)
+                done.synchronize()
+                held.clear()
+        return lengths
+
+    def _bound(self) -> HpuCopy:
+        if self._copy is None:
+            raise ClosedError("no caches are bound")
+        return self._copy

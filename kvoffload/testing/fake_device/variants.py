@@ -33,6 +33,16 @@ def _rocm(runtime_version: int) -> MakeOnFake:
     return make
 
 
+def _hpu(*, lazy: bool) -> MakeOnFake:
+    def make(fake: FakeDevice) -> Backend:
+        from kvoffload.backends.hpu.backend import HpuBackend
+        from kvoffload.testing.fake_device.hpu import FakeHabana
+
+        return HpuBackend(DEVICE, FakeHabana(fake, lazy=lazy))
+
+    return make
+
+
 VARIANTS: dict[str, dict[str, MakeOnFake]] = {
     "rocm": {
         "7.13": _rocm(71300000),
@@ -41,6 +51,7 @@ VARIANTS: dict[str, dict[str, MakeOnFake]] = {
         "5.2": _rocm(50221153),
     },
     "cuda": {"13.0": _cuda(13000), "12.8": _cuda(12080), "12.4": _cuda(12040)},
+    "hpu": {"eager": _hpu(lazy=False), "lazy": _hpu(lazy=True)},
 }
 """By backend and variant, which is the driver's version where there is one.
 
