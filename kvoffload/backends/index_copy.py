@@ -1,4 +1,4 @@
-"""A copy for any device that gathers and scatters rows: ``swap_blocks`` out of torch's operations.
+"""A copy for any device that gathers and scatters rows, out of torch's operations.
 
 A store gathers the pages of a transfer into a staging buffer on the device, laid out as the rows of
 host memory are, and copies each run of consecutive chunks in one piece. A load is its mirror. So
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvoffload.backends.torch_base import TorchBackend
 from kvoffload.core.backend import Keep
+from kvoffload.core.errors import ClosedError
 from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
@@ -215,6 +217,30 @@ class IndexCopy:
             rows = _largest_power_of_two(length - start)
             yield start, rows
             start += rows
+
+
+class IndexCopyBackend(TorchBackend):
+    """A backend that lacks only its probe: streams and pinned memory are torch's, the copy is
+    :class:`IndexCopy`. Right on any device that torch knows; arguments as there."""
+
+    _copy: IndexCopy | None = None
+
+    def new_copy(
+        self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory
+    ) -> IndexCopy:
+        """The copy of these caches, for a backend that wants it in another way."""
+        return IndexCopy(geometry, caches, host)
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        self._copy = self.new_copy(geometry, caches, host)
+
+    def unbind(self) -> None:
+        self._copy = None
+
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        if self._copy is None:
+            raise ClosedError("no caches are bound")
+        self._copy(plan, stream, keep)
 
 
 def _largest_power_of_two(most: int) -> int:

@@ -112,7 +112,7 @@ def test_on_other_hardware_it_is_not_chosen(here: pytest.MonkeyPatch) -> None:
 
 
 def test_it_has_fewer_than_60_lines_of_code() -> None:
-    assert 30 < lines_of_code(FOLDER / "kvoffload_xpu") < 60
+    assert 20 < lines_of_code(FOLDER / "kvoffload_xpu") < 60
 
 
 def test_it_says_that_it_never_ran_on_real_hardware() -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvoffload.backends.index_copy import IndexCopy
-from kvoffload.backends.torch_base import TorchBackend
-from kvoffload.core.backend import Keep, Probe, Stream
-from kvoffload.core.errors import ClosedError
-from kvoffload.core.host_memory import HostMemory
-from kvoffload.core.kv_caches import CanonicalKVCaches
-from kvoffload.core.plan import CopyPlan, Geometry
+from kvoffload.backends.index_copy import IndexCopyBackend
+from kvoffload.core.backend import Probe
 
 
-class XpuBackend(TorchBackend):
+class XpuBackend(IndexCopyBackend):
     """Moves the KV cache of an Intel GPU.
 
     Args:
@@ -27,7 +20,6 @@ class XpuBackend(TorchBackend):
         super().__init__(device or "xpu")
         # Of a device that was not written for, leave the choice to whoever knows it.
         self.fallback = self.device.type != "xpu"
-        self._copy: IndexCopy | None = None
 
     def probe(self) -> Probe:
         kind, version = self.device.type, torch.__version__
@@ -41,16 +33,3 @@ class XpuBackend(TorchBackend):
         if self.device.index >= count:
             return Probe(False, f"torch {version} sees {count} of type {kind}, no {self.device}")
         return Probe(True, f"{self.device}, with torch's own operations")
-
-    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
-        self._copy = IndexCopy(geometry, caches, host)
-
-    def unbind(self) -> None:
-        self._copy = None
-
-    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:
-        if self._copy is None:
-            raise ClosedError("no caches are bound")
-        if not isinstance(stream, torch.Stream):
-            raise TypeError(f"not a stream of this backend: {stream!r}")
-        self._copy(plan, stream, keep)

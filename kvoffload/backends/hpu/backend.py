@@ -6,12 +6,13 @@ from typing import Any
 
 from kvoffload.backends.hpu.copy import HpuCopy
 from kvoffload.backends.hpu.streams import PACKAGE, HpuStreams, is_installed
-from kvoffload.core.backend import Keep, Probe, Stream
+from kvoffload.backends.index_copy import IndexCopyBackend
+from kvoffload.core.backend import Probe
 from kvoffload.core.errors import ClosedError, ConfigurationError
 from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.lanes import Lane
-from kvoffload.core.plan import CopyPlan, Geometry
+from kvoffload.core.plan import Geometry
 
 NOT_INSTALLED = (
     f"{PACKAGE} is not installed: install habana-torch-plugin with the Intel Gaudi software suite, "
@@ -19,10 +20,8 @@ NOT_INSTALLED = (
 )
 
 
-class HpuBackend(HpuStreams):
+class HpuBackend(HpuStreams, IndexCopyBackend):
     """Intel Gaudi accelerators, through the vendor's torch bridge; arguments as there."""
-
-    _copy: HpuCopy | None = None
 
     def probe(self) -> Probe:
         try:
@@ -40,14 +39,8 @@ class HpuBackend(HpuStreams):
             )
         return Probe(True, f"{self.device} through {PACKAGE}, {mode} mode")
 
-    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
-        self._copy = HpuCopy(geometry, caches, host, self.step)
-
-    def unbind(self) -> None:
-        self._copy = None
-
-    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:
-        self._bound()(plan, stream, keep)
+    def new_copy(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> HpuCopy:
+        return HpuCopy(geometry, caches, host, self.step)
 
     def warm_up(self, largest: int) -> int:
         """Let the device compile for all lengths of transfers, before there are any.
@@ -88,6 +81,6 @@ class HpuBackend(HpuStreams):
         return lengths
 
     def _bound(self) -> HpuCopy:
-        if self._copy is None:
+        if not isinstance(self._copy, HpuCopy):
             raise ClosedError("no caches are bound")
         return self._copy

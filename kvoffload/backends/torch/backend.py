@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvoffload.backends.torch.blocks import BUCKET
-from kvoffload.backends.torch.copy import IndexCopy
-from kvoffload.backends.torch.streams import TorchBackend
-from kvoffload.core.backend import Keep, Probe, Stream
-from kvoffload.core.errors import ClosedError, ConfigurationError
-from kvoffload.core.host_memory import HostMemory
-from kvoffload.core.kv_caches import CanonicalKVCaches
-from kvoffload.core.plan import CopyPlan, Geometry
+from kvoffload.backends.torch.copy import IndexCopyBackend
+from kvoffload.core.backend import Probe
+from kvoffload.core.errors import ConfigurationError
 
 
-class GenericBackend(TorchBackend):
+class GenericBackend(IndexCopyBackend):
     """Gathers and scatters with torch's own operations: correct on whatever torch knows.
 
     Args:
@@ -32,7 +25,6 @@ class GenericBackend(TorchBackend):
             raise ConfigurationError(
                 "the torch backend serves accelerators; for the host there is cpu"
             )
-        self._copy: IndexCopy | None = None
 
     def probe(self) -> Probe:
         try:
@@ -47,16 +39,3 @@ class GenericBackend(TorchBackend):
                 False, f"torch sees {count} devices of type {accelerator.type}, not {self.device}"
             )
         return Probe(True, f"{self.device}, with torch's own operations")
-
-    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
-        self._copy = IndexCopy(geometry, caches, host, bucket=BUCKET)
-
-    def unbind(self) -> None:
-        self._copy = None
-
-    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:
-        if self._copy is None:
-            raise ClosedError("no caches are bound")
-        if not isinstance(stream, torch.Stream):
-            raise TypeError(f"not a stream of this backend: {stream!r}")
-        self._copy(plan, stream, keep)

@@ -1,6 +1,8 @@
-"""Block expansion as any device takes it: index arrays of any length, nothing padded."""
+"""Block expansion as any device takes it: index arrays of any length, nothing padded.
 
-from __future__ import annotations
+A device that compiles for every shape wants a backend of its own; see ``bucket`` there.
+"""
 
-BUCKET = None
-"""Devices that compile for every shape need a backend of their own."""
+from kvoffload.backends.index_copy import IndexCopy
+
+__all__ = ["IndexCopy"]

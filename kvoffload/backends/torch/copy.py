@@ -1,5 +1,5 @@
 """The copy of the torch backend: gather, one copy per run of chunks, scatter."""
 
-from kvoffload.backends.index_copy import IndexCopy
+from kvoffload.backends.index_copy import IndexCopy, IndexCopyBackend
 
-__all__ = ["IndexCopy"]
+__all__ = ["IndexCopy", "IndexCopyBackend"]

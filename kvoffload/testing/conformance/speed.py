@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffload.core.lanes import Lane
@@ -38,19 +39,26 @@ def measure(make_backend: MakeBackend) -> Speed | None:
     """Measure, in turn with the large copy; None where time means nothing."""
     with Lab(make_backend(), CACHE) as lab:
         nbytes = sum(CACHE.pages) * CACHE.blocks
-        if lab.rig.seconds_of_one_copy(4096, Lane.STORE) is None:
-            return None
         lab.fill_all()
         blocks, chunks = (lab.rng.permutation(CACHE.blocks).tolist() for _ in range(2))
-        ratios: dict[Lane, list[float]] = {Lane.STORE: [], Lane.LOAD: []}
-        for round_ in range(ROUNDS + 1):
-            for lane, seen in ratios.items():
-                lab.rig.synchronize()
-                began = time.perf_counter()
-                job = lab.store(blocks, chunks) if lane is Lane.STORE else lab.load(chunks, blocks)
-                lab.succeed(job)
-                seconds = time.perf_counter() - began
-                alone = lab.rig.seconds_of_one_copy(nbytes, lane)
-                if round_ and alone is not None:  # the first one touches memory for the first time
-                    seen.append(alone / seconds)
-        return Speed(statistics.median(ratios[Lane.STORE]), statistics.median(ratios[Lane.LOAD]))
+        ratios = []
+        for lane in (Lane.STORE, Lane.LOAD):
+            one_copy = lab.rig.one_copy(nbytes, lane)
+            if one_copy is None:
+                return None
+
+            def transfer(lane: Lane = lane) -> None:
+                stores = lane is Lane.STORE
+                lab.succeed(lab.store(blocks, chunks) if stores else lab.load(chunks, blocks))
+
+            transfer()  # memory is touched for the first time
+            lab.rig.synchronize()
+            pairs = [(_seconds(one_copy), _seconds(transfer)) for _ in range(ROUNDS)]
+            ratios.append(statistics.median(alone / ours for alone, ours in pairs))
+        return Speed(*ratios)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -100,14 +100,14 @@ def a_result_tells_bytes_media_and_seconds(lab: Lab) -> None:
             isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0,
             f"seconds are {seconds!r}",
         )
-        if lab.rig.seconds_of_one_copy(4096, Lane.STORE) is not None:
+        if lab.rig.one_copy(4096, Lane.STORE) is not None:
             # A device clock may tick coarsely, but no copy takes longer than all of this did.
             require(float(seconds or 0) <= wall + 1e-3, f"{seconds} s of a copy in {wall} s")
 
 
 @check(Guarantee.CAPABILITIES, needs=("timing_events",))
 def seconds_exclude_what_a_transfer_waited_for(lab: Lab) -> None:
-    if lab.rig.seconds_of_one_copy(4096, Lane.STORE) is None:
+    if lab.rig.one_copy(4096, Lane.STORE) is None:
         skip("time means nothing on this device")
     lab.fill_all()
     lab.rig.synchronize()
