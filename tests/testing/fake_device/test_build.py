@@ -150,7 +150,7 @@ def test_without_a_vendors_header_its_stand_ins_are_left_out(
 ) -> None:
     monkeypatch.setattr(building, "find_header", lambda name: None)
     build()
-    assert sorted(compiler.made()) == ["libfake.so", "runtime.o", "torch_device.o"]
+    assert sorted(compiler.made()) == ["hip_driver.o", "libfake.so", "runtime.o", "torch_device.o"]
 
 
 # --------------------------------------------------------------------------------- many processes
