@@ -23,11 +23,12 @@ MODULES = {
 ALLOWED = {
     "core": {"core"},
     "scheduler": {"core", "scheduler"},
+    "connector": {"core", "scheduler", "connector"},
     "plugins": {"core", "plugins"},
     "rig": {"core", "backends.thread_base", "rig"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
-    "testing": {"core", "scheduler", "rig", "testing", "plugins"},
+    "testing": {"core", "scheduler", "connector", "rig", "testing", "plugins"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905
