@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -26,8 +25,6 @@ from kvoffload.core.errors import StateError
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.specs import TransferSpec
 from kvoffload.core.worker import OffloadingWorker
-
-logger = logging.getLogger(__name__)
 
 _Launch: TypeAlias = tuple[int, TransferSpec]
 """A job's id and what it moves."""
