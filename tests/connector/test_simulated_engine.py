@@ -224,6 +224,12 @@ def stores_are_submitted_before_the_model_is_launched(patch: pytest.MonkeyPatch)
 
 
 @mutant()
+def a_step_that_was_never_finished_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    for side in (jobs.WorkerSide, events.WorkerSide):
+        patch.setattr(side, "_abandon", lambda self, metadata: None)
+
+
+@mutant()
 def a_poll_waits(patch: pytest.MonkeyPatch) -> None:
     collect = worker_side.BaseWorkerSide._collect
 

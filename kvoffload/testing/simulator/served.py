@@ -124,7 +124,7 @@ class ServedProgram:
                 make_backend,
                 rng,
                 blocks=BLOCKS,
-                chunks=rng.choice((3, 4)),
+                chunks=rng.choice((1, 2, 4)),
                 factor=self._factor,
                 # The first has its part of everything; others may be without one, or not write.
                 writes=number == 0 or rng.random() < 0.85,
@@ -303,7 +303,12 @@ class ServedProgram:
             step.taken = rng.sample(sorted(self._free), 1)
             self._scheduler.allocated(step.taken)
             said.append(f"somebody else takes blocks {step.taken}")
-        self._execute(self._scheduler.build_metadata(), step, rng)
+        metadata = self._scheduler.build_metadata()
+        if rng.random() < 0.04:
+            said.append("the model fails")
+            self._break_off(metadata, step, said)
+            return "step: " + "; ".join(said)
+        self._execute(metadata, step, rng)
         for request in running:
             if request.name in self._requests and request.left < 0:
                 said.append(f"{request.name} finishes")
@@ -406,8 +411,12 @@ class ServedProgram:
         del self._requests[request.name]
         if self._scheduler.request_finished(request.name, aborted=aborted):
             self._held[request.name] = request.own()
-        else:
-            self._free |= set(request.own())
+            return
+        self._free |= set(request.own())
+        if any(request.name in rank.loading for rank in self._ranks):
+            self.outcome.violations.append(
+                f"the blocks of {request.name} are free while a load writes to them"
+            )
 
     def _execute(self, metadata: Any, step: _Step, rng: random.Random) -> None:
         for rank in self._ranks:
@@ -428,6 +437,16 @@ class ServedProgram:
             if rng.random() < 0.4:
                 rank.launcher.step()
             rank.world.run(rng.choice((0, 0, 1, 2, 3, 5, 8)))
+
+    def _break_off(self, metadata: Any, step: _Step, said: list[str]) -> None:
+        """The step begins and is never finished: what it was to compute begins again."""
+        for rank in self._ranks:
+            rank.side.handle_preemptions(metadata)
+            rank.side.start_step(metadata)
+            for name in _loading(metadata):
+                rank.loading[name] = rank.loading.get(name, 0) + 1
+        for name in sorted(step.writes):
+            self._preempt(self._requests[name], step, said)
 
     def _poll(self, rng: random.Random, said: list[str]) -> None:
         reports = []
