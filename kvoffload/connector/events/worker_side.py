@@ -129,7 +129,9 @@ class WorkerSide(BaseWorkerSide[Metadata, WorkerMetadata]):
     def _collect(self) -> None:
         while self._refused:
             job_id, error = self._refused.popleft()
-            self._fail(self._in_flight.pop(job_id), error)
+            job = self._in_flight.pop(job_id, None)
+            if job is not None:  # it has not ended by itself, having begun before it was refused
+                self._fail(job, error)
         super()._collect()
 
     def _acknowledge(self, job: InFlight, success: bool) -> None:
