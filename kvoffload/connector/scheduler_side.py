@@ -335,6 +335,9 @@ class BaseSchedulerSide(ABC, Generic[M, R]):
         """Every worker has ended the transfer."""
         del self._handed_out[planned.number]
         request = planned.request
+        if not success:
+            what = "load" if planned.is_load else "store"
+            logger.warning("a %s of request %r has failed", what, request.request_id)
         if not planned.is_load:
             self.manager.complete_store(planned.keys, request.context, success)
             (outcome.stored if success else outcome.not_stored).extend(planned.keys)

@@ -29,10 +29,6 @@ class Direction:
         """Indices that were bound and have not ended."""
         return list(self._open)
 
-    def is_complete(self, index: int) -> bool:
-        """The index was bound, and all of its transfers have ended."""
-        return index <= self.mark or (index in self._bound and index not in self._open)
-
     def bind(self, index: int, transfers: int) -> None:
         """A step carries this index; none has carried it before."""
         self._bound.append(index)
