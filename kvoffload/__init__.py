@@ -7,6 +7,7 @@ are imported when they are first used.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+# Quiet until whoever uses the package says where its messages go.
+if not logging.getLogger(__name__).handlers:
+    logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
     "kvoffload.core.backend": ("Backend", "Capabilities", "HostOrder", "Probe"),

@@ -23,12 +23,13 @@ MODULES = {
 ALLOWED = {
     "core": {"core"},
     "scheduler": {"core", "scheduler"},
+    "connector": {"core", "scheduler", "connector"},
     "plugins": {"core", "plugins"},
     "rig": {"core", "backends.thread_base", "rig"},
     "new_backend": {"core", "new_backend"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench", "backends.calibration"},
-    "testing": {"core", "scheduler", "rig", "testing", "plugins", "backends"},
+    "testing": {"core", "scheduler", "connector", "rig", "testing", "plugins", "backends"},
 }
 VENDORS = set(
     "amd cuda gaudi habana hip hpu intel npu nvidia rocm vllm xpu".split()  # noqa: SIM905

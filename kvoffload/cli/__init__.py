@@ -5,6 +5,7 @@ Nothing here imports torch, numpy or a plugin until a command runs, so that ``--
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ def run() -> int:
     """
     interrupt = Interrupt()
     signal.signal(signal.SIGINT, interrupt)
+    if logging.lastResort is not None:
+        # The library is quiet by itself; a person at the command line wants to see warnings.
+        logging.getLogger("kvoffload").addHandler(logging.lastResort)
     sys.unraisablehook = _unraisable
     # A stream that was closed by the caller is None, and printing to None prints to another one.
     sys.stdout = sys.stdout or _nowhere()

@@ -209,6 +209,14 @@ def simulate(
             "World as its argument.",
         ),
     ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="jobs|events",
+            help="Run an engine that serves requests on several ranks through this protocol of "
+            "kvoffload.connector, instead of programs of single transfers.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> Command:
     """Prove the order and the life of jobs: random programs on a simulated accelerator.
@@ -226,6 +234,7 @@ def simulate(
             seeds=range(seeds) if seed is None else [seed],
             broken=broken,
             backend_class=backend_class,
+            protocol=protocol,
             as_json=json,
         )
 

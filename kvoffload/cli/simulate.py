@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -17,9 +18,11 @@ from kvoffload.cli.progress import progress_bar
 from kvoffload.core.backend import Backend
 from kvoffload.core.errors import ConfigurationError
 from kvoffload.testing.simulator.backend import SimBackend
-from kvoffload.testing.simulator.program import MakeBackend, Outcome
+from kvoffload.testing.simulator.program import MakeBackend, Outcome, Program
+from kvoffload.testing.simulator.rank import PROTOCOLS
 from kvoffload.testing.simulator.rules import RULES
-from kvoffload.testing.simulator.simulate import Simulation, simulate
+from kvoffload.testing.simulator.served import ServedProgram
+from kvoffload.testing.simulator.simulate import MakeProgram, Simulation, simulate
 from kvoffload.testing.simulator.world import World
 
 
@@ -34,6 +37,7 @@ def run(
     seeds: Sequence[int],
     broken: str | None,
     backend_class: str | None,
+    protocol: str | None,
     as_json: bool,
 ) -> int:
     """Run programs, and print what came of it. Returns the exit code."""
@@ -41,11 +45,24 @@ def run(
         raise ConfigurationError(
             f"--break {broken}: there is no such rule; --list-rules prints those there are"
         )
+    if protocol is not None and protocol not in PROTOCOLS:
+        raise ConfigurationError(
+            f"--protocol {protocol}: there is no such protocol; there are {', '.join(PROTOCOLS)}"
+        )
+    make_program: MakeProgram = (
+        Program if protocol is None else functools.partial(ServedProgram, protocol=protocol)
+    )
     make_backend = SimBackend if backend_class is None else _load(backend_class)
     breaking = contextlib.nullcontext() if broken is None else RULES[broken].break_()
     with breaking, _quiet(), progress_bar("simulating", len(seeds)) as advance:
-        simulation = simulate(seeds, make_backend, progress=advance, stop=current().is_set)
-    command = _command(simulation.failed, broken, backend_class)
+        simulation = simulate(
+            seeds,
+            make_backend,
+            make_program=make_program,
+            progress=advance,
+            stop=current().is_set,
+        )
+    command = _command(simulation.failed, broken, backend_class, protocol)
     if as_json:
         print_json(_as_json(simulation, command))
     else:
@@ -96,10 +113,13 @@ def _load(name: str) -> MakeBackend:
     return make
 
 
-def _command(failed: Outcome | None, broken: str | None, backend_class: str | None) -> str | None:
+def _command(
+    failed: Outcome | None, broken: str | None, backend_class: str | None, protocol: str | None
+) -> str | None:
     if failed is None:
         return None
-    options = [f"--seed {failed.seed}"]
+    options = [f"--protocol {protocol}"] if protocol else []
+    options += [f"--seed {failed.seed}"]
     options += [f"--break {broken}"] if broken else []
     options += [f"--backend-class {backend_class}"] if backend_class else []
     return f"kvoffload simulate {' '.join(options)}"

@@ -134,6 +134,10 @@ class UnknownTransferError(ManagerError):
     """A completion names a key that this request is not moving."""
 
 
+class UnexpectedAcknowledgementError(ManagerError):
+    """A worker acknowledged what is not in flight, or more workers did than there are."""
+
+
 # -------------------------------------------------------------------------------- backends
 class BackendError(KVOffloadError, RuntimeError):
     """A backend could not be found, chosen or used."""

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from kvoffload.testing.simulator.backend import SimBackend
 from kvoffload.testing.simulator.program import MakeBackend, Outcome, Program
+
+
+class Runs(Protocol):
+    """A program that can be run."""
+
+    def run(self) -> Outcome: ...
+
+
+MakeProgram: TypeAlias = Callable[[int, MakeBackend, Collection[int]], Runs]
+"""From a seed, the backend under test and the operations to leave out to a program."""
 
 
 @dataclass
@@ -55,6 +66,7 @@ def simulate(
     seeds: Iterable[int],
     make_backend: MakeBackend = SimBackend,
     *,
+    make_program: MakeProgram = Program,
     progress: Callable[[int], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
@@ -63,6 +75,7 @@ def simulate(
     Args:
         seeds: of the programs.
         make_backend: the backend under test, on the world it is given.
+        make_program: of what kind they are.
         progress: called with the number of programs run, after each.
         stop: asked before each program; True ends the run.
     """
@@ -71,21 +84,25 @@ def simulate(
         if stop():
             simulation.interrupted = True
             break
-        outcome = Program(seed, make_backend).run()
+        outcome = make_program(seed, make_backend, ()).run()
         simulation.add(outcome)
         progress(simulation.schedules)
         if outcome.problems:
-            simulation.failed = shorten(outcome, make_backend)
+            simulation.failed = shorten(outcome, make_backend, make_program)
             break
     return simulation
 
 
-def shorten(outcome: Outcome, make_backend: MakeBackend = SimBackend) -> Outcome:
+def shorten(
+    outcome: Outcome,
+    make_backend: MakeBackend = SimBackend,
+    make_program: MakeProgram = Program,
+) -> Outcome:
     """The same program without the operations that it goes wrong without."""
     skip: set[int] = set()
     best = outcome
     for index in sorted({_index(line) for line in outcome.operations}, reverse=True):
-        shorter = Program(outcome.seed, make_backend, skip | {index}).run()
+        shorter = make_program(outcome.seed, make_backend, skip | {index}).run()
         if shorter.problems:
             skip.add(index)
             best = shorter
