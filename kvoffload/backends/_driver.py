@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from kvoffload.backends.torch_base import LOWEST_PRIORITY, TorchBackend
-from kvoffload.core.backend import HostOrder, Keep, Probe, Stream
-from kvoffload.core.errors import KVOffloadError
-from kvoffload.core.host_memory import HostMemory
+from kvoffload.core.backend import Event, HostOrder, Keep, Probe, Stream
+from kvoffload.core.errors import ConfigurationError, KVOffloadError
+from kvoffload.core.host_memory import HostMemory, usable_cpus
 from kvoffload.core.lanes import Lane
 from kvoffload.core.plan import CopyPlan, Descriptors
 from kvoffload.core.sizes import format_bytes
@@ -34,6 +35,10 @@ QUEUE_DEPTH = 1000
 TEXT_BYTES = 256
 """Room for a device's name or place."""
 
+CAPTURE_RELAXED = 2
+"""The mode in which a thread's calls have nothing to do with captures, in CUDA and HIP."""
+NOT_SUPPORTED = 801
+"""What CUDA and HIP return for a call that this device or driver cannot do."""
 NO_DEVICE = (100, 101)
 """What CUDA and HIP return where there is no device, or none that they can use."""
 ORDER_STREAM, ORDER_ANY = 1, 3
@@ -73,7 +78,9 @@ class Driver(ABC):
     version: int
     """As the vendor counts."""
     has_batch: bool
-    """Many copies in one call."""
+    """Many copies in one call; until that turns out to be unsupported."""
+    relaxed_capture: ClassVar[str]
+    """The function that exchanges the calling thread's mode of stream capture."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -131,6 +138,18 @@ class Driver(ABC):
     def current(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Within, the device is the one that the calling thread's calls are for."""
 
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Within, calls neither fail nor spoil a graph because another thread captures it."""
+        exchange = getattr(self.library, self.relaxed_capture, None)
+        mode = ctypes.c_int(CAPTURE_RELAXED)
+        relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
+        try:
+            yield
+        finally:
+            if exchange is not None and relaxed:
+                exchange(ctypes.byref(mode))
+
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory. A failure leaves nothing behind for later calls."""
@@ -176,6 +195,9 @@ class RegisteredMemory(HostMemory):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         super().__init__(nbytes, numa_node=numa_node, populate=True)
+        if self._mapping is not None:
+            # A forked process must neither copy all of it nor move pages from under the device.
+            self._mapping.madvise(mmap.MADV_DONTFORK)
         self._driver, self._index = driver, index
         self._registered: list[int] = []
         self.boundaries: npt.NDArray[np.uint64] = np.array([], dtype=np.uint64)
@@ -331,6 +353,19 @@ class DriverBackend(TorchBackend):
             found += ", which has no call for many copies: they are enqueued one by one"
         return Probe(True, found)
 
+    def is_capturing(self) -> bool:
+        if hasattr(torch.Stream, "is_capturing") or self.device.type != "cuda":
+            return super().is_capturing()
+        return torch.cuda.is_current_stream_capturing()
+
+    def is_reached(self, event: Event) -> bool:
+        with self.driver.beside_captures():
+            return super().is_reached(event)
+
+    def wait_for(self, event: Event) -> None:
+        with self.driver.beside_captures():
+            super().wait_for(event)
+
     def new_stream(self, lane: Lane) -> torch.Stream:
         if lane not in self.streams:
             self.streams[lane] = new_lane_stream(self.device)
@@ -339,27 +374,35 @@ class DriverBackend(TorchBackend):
     def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
         """Registered memory next to the device; pageable memory if registering is refused."""
         driver = self.driver
-        node = numa_node
-        if node is None:
-            node = numa_node_of(driver.pci_bus_id(self.index))
+        node = self._node_next_to_device() if numa_node is None else numa_node
         self._boundaries = np.array([], dtype=np.uint64)
-        if self.capabilities.pinned_memory:
+        try:
+            memory = RegisteredMemory(
+                nbytes,
+                numa_node=node,
+                driver=driver,
+                index=self.index,
+                piece_bytes=self.piece_bytes,
+            )
+        except DriverError as error:
+            self.do_without_pinned_memory(
+                f"registering {format_bytes(nbytes)} was refused ({error})"
+            )
+            return HostMemory(nbytes, numa_node=node)
+        self.claim_pinned_memory()
+        self._boundaries = memory.boundaries
+        return memory
+
+    def _node_next_to_device(self) -> int | None:
+        """Where nobody chose: the device's own node, as long as this process may use it."""
+        node = numa_node_of(self.driver.pci_bus_id(self.index))
+        if node is not None:
             try:
-                memory = RegisteredMemory(
-                    nbytes,
-                    numa_node=node,
-                    driver=driver,
-                    index=self.index,
-                    piece_bytes=self.piece_bytes,
-                )
-            except DriverError as error:
-                self.do_without_pinned_memory(
-                    f"registering {format_bytes(nbytes)} was refused ({error})"
-                )
-            else:
-                self._boundaries = memory.boundaries
-                return memory
-        return HostMemory(nbytes, numa_node=node)
+                usable_cpus(node)
+            except ConfigurationError as error:
+                logger.info("host memory is not placed next to the device: %s", error)
+                return None
+        return node
 
     def lower(self, plan: CopyPlan) -> Descriptors:
         """The plan as copies that each stay within one registration."""
@@ -372,7 +415,7 @@ class DriverBackend(TorchBackend):
         if not isinstance(stream, torch.Stream):
             raise TypeError(f"not a stream of this backend: {stream!r}")
         copies = keep(self.lower(plan))
-        with self.driver.current(self.index):
+        with self.driver.current(self.index), self.driver.beside_captures():
             self.enqueue(copies, plan, stream, keep)
 
     def enqueue(
@@ -387,11 +430,23 @@ class DriverBackend(TorchBackend):
         # Batches are for memory that the driver knows.
         if driver.has_batch and self.capabilities.pinned_memory:
             any_order = plan.src_on_host and plan.settled
-            for part in copies.split(self.max_batch):
-                driver.copy_batch(part, handle, any_order=any_order)
-            return
+            try:
+                for part in copies.split(self.max_batch):
+                    driver.copy_batch(part, handle, any_order=any_order)
+            except DriverError as error:
+                if error.code != NOT_SUPPORTED:
+                    raise
+                # Found out with the first call: nothing was enqueued.
+                self._do_without_batches(error)
+            else:
+                return
         for dst, src, nbytes in _rows(copies):
             driver.copy(dst, src, nbytes, handle)
+
+    def _do_without_batches(self, why: object) -> None:
+        logger.warning("copies are enqueued one by one from here on, which is slow: %s", why)
+        self.driver.has_batch = False
+        self.capabilities = replace(self.capabilities, batch_copy=False, max_batch=None)
 
 
 def _rows(copies: Descriptors) -> Iterator[tuple[int, int, int]]:
@@ -413,6 +468,15 @@ def handle_of(stream: torch.Stream) -> int:
     if handle is None:
         handle = getattr(stream, "cuda_stream", None)
     return int(handle or 0)
+
+
+@contextlib.contextmanager
+def logged(kind: type[Exception]) -> Iterator[None]:
+    """Within, an exception of this kind is logged and goes no further."""
+    try:
+        yield
+    except kind as error:
+        logger.error("cleaning up failed: %s", error)  # noqa: TRY400 - the error says it all
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
@@ -448,6 +512,23 @@ def which_failed(copies: Descriptors, at: int) -> str:
         f"copy {at} of {len(copies.size)}: {int(copies.size[at])} bytes "
         f"from {int(copies.src[at]):#x} to {int(copies.dst[at]):#x}"
     )
+
+
+def loaded_library(stem: str, maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The file of a library that this process has loaded; None if it has not.
+
+    Args:
+        stem: what its name begins with.
+        maps: what the process has mapped.
+
+    Raises:
+        OSError: there are two, whose streams mean nothing to each other.
+    """
+    paths = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines()}
+    found = sorted(path for path in paths if Path(path).name.startswith(stem))
+    if len(found) > 1:
+        raise OSError(f"this process has loaded two runtimes: {' and '.join(found)}")
+    return found[0] if found else None
 
 
 def open_library(names: Sequence[str]) -> ctypes.CDLL:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvoffload.core.backend import Backend, Capabilities, HostOrder
+from kvoffload.core.backend import Backend, Capabilities, Event, HostOrder
 from kvoffload.core.errors import ConfigurationError
 from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.lanes import Lane
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 LOWEST_PRIORITY = 0
 """Of torch's streams: copies yield to compute. Negative numbers are more urgent."""
+CAPTURING = "stream is capturing"
+"""What CUDA and HIP say when they refuse a call because of a graph being captured."""
 PINNED_WASTE = 0.02
 """How much of a budget rounding may add: torch's pinned allocators take powers of two."""
 NEGLIGIBLE_WASTE = 64 * 1024
@@ -30,7 +32,10 @@ NEGLIGIBLE_WASTE = 64 * 1024
 
 
 class TorchPinnedMemory(HostMemory):
-    """Zeroed, page-locked memory from torch's allocator; see :class:`HostMemory`."""
+    """Zeroed, page-locked memory from torch's allocator; see :class:`HostMemory`.
+
+    What is released goes back to that allocator, which may keep it for the process.
+    """
 
     def _allocate(self) -> npt.NDArray[np.uint8]:
         made = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -69,6 +74,7 @@ class TorchBackend(Backend):
         self.device = torch.device(named.type, named.index or 0)
         self.streams: dict[Lane, torch.Stream] = {}
         """Those that were asked for."""
+        self._told_of_pageable_memory = False
 
     def current_stream(self) -> torch.Stream:
         stream: torch.Stream = torch.accelerator.current_stream(self.device)
@@ -87,12 +93,21 @@ class TorchBackend(Backend):
     def new_event(self) -> torch.Event:
         return torch.Event(self.device, enable_timing=self.capabilities.timing_events)
 
+    def is_reached(self, event: Event) -> bool:
+        try:
+            return event.query()
+        except RuntimeError as error:
+            # While some thread captures a graph, a device may refuse to say how far an event is.
+            # That is no failure of the work before it, which goes on.
+            if CAPTURING in str(error):
+                return False
+            raise
+
     def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
         """Pinned memory where that is to be had within the budget, pageable memory otherwise.
 
         Pageable memory is copied while the host waits, so that the capabilities change with it.
         """
-        why = None
         waste = (1 << max(nbytes - 1, 0).bit_length()) - nbytes
         if waste > max(PINNED_WASTE * nbytes, NEGLIGIBLE_WASTE):
             why = (
@@ -101,16 +116,29 @@ class TorchBackend(Backend):
             )
         else:
             try:
-                return TorchPinnedMemory(nbytes, numa_node=numa_node)
+                memory = TorchPinnedMemory(nbytes, numa_node=numa_node)
             except RuntimeError as error:
                 why = f"pinning was refused ({str(error).splitlines()[0]})"
+            else:
+                self.claim_pinned_memory()
+                return memory
         self.do_without_pinned_memory(why)
         return HostMemory(nbytes, numa_node=numa_node)
 
+    def claim_pinned_memory(self) -> None:
+        """Claim what the class does, whatever earlier memory was like."""
+        claimed = type(self).capabilities
+        self.capabilities = replace(
+            self.capabilities,
+            pinned_memory=claimed.pinned_memory,
+            asynchronous=claimed.asynchronous,
+        )
+
     def do_without_pinned_memory(self, why: str) -> None:
         """Say once that copies go through pageable memory from here on, and claim no more."""
-        if self.capabilities.pinned_memory:  # the first time
+        if not self._told_of_pageable_memory:
             logger.warning("host memory is not pinned, so that copies are slow and block: %s", why)
+            self._told_of_pageable_memory = True
         self.capabilities = replace(self.capabilities, pinned_memory=False, asynchronous=False)
 
     def close(self) -> None:

@@ -166,6 +166,18 @@ class Backend(ABC):
     def new_event(self) -> Event:
         """An event that can be recorded again and again, timed where that is claimed."""
 
+    def is_reached(self, event: Event) -> bool:
+        """Ask an event of this backend: see :meth:`Event.query`.
+
+        Where the device refuses to answer just now, as while a graph is being captured, the event
+        is not reached: an error here means that the work before it has stopped.
+        """
+        return event.query()
+
+    def wait_for(self, event: Event) -> None:
+        """Block the calling thread: see :meth:`Event.synchronize`."""
+        event.synchronize()
+
     # Not abstract: a backend that needs no preparation has nothing to do here.
     def bind(  # noqa: B027
         self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory

@@ -570,7 +570,9 @@ class TransferEngine:
             return True
         try:
             # What went wrong with the waits shows at the start.
-            return job.end.query() and (job.start is None or job.start.query())
+            return self.backend.is_reached(job.end) and (
+                job.start is None or self.backend.is_reached(job.start)
+            )
         except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
             job.error = job.error or _wrap(CopyError, "the copy failed", error)
             return True
@@ -680,7 +682,7 @@ class TransferEngine:
                     if self._deadline is not None:
                         time.sleep(POLL_SECONDS)
                     elif job.end is not None:
-                        job.end.synchronize()
+                        self.backend.wait_for(job.end)
                 except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
                     self._could_not_wait(job, error)
                 finally:

@@ -121,6 +121,20 @@ def cpus_of_node(node: int, root: Path = Path("/")) -> set[int]:
     return cpus
 
 
+def usable_cpus(node: int) -> set[int]:
+    """The processors of a NUMA node that this process may run on.
+
+    Raises:
+        ConfigurationError: there is no such node, or it has none.
+    """
+    usable = cpus_of_node(node) & os.sched_getaffinity(0)
+    if not usable:
+        raise ConfigurationError(
+            f"numa_node {node}: this process may run on none of its processors"
+        )
+    return usable
+
+
 class HostMemory:
     """One anonymous, zeroed mapping.
 
@@ -142,7 +156,7 @@ class HostMemory:
         self, nbytes: int, *, numa_node: int | None = None, populate: bool = False
     ) -> None:
         check_available(nbytes, "host memory")
-        cpus = None if numa_node is None else cpus_of_node(numa_node)
+        cpus = None if numa_node is None else usable_cpus(numa_node)
         self._mapping: mmap.mmap | None = None
         self._array: npt.NDArray[np.uint8] | None = None
         self.nbytes = nbytes

@@ -1377,3 +1377,20 @@ def test_threads_end_with_the_engine_that_nobody_holds() -> None:
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Sim(**options)
+
+
+def test_an_event_that_must_not_be_asked_ends_no_job() -> None:
+    sim = Sim()
+    refusing = True
+
+    def is_reached(event: Any) -> bool:
+        return False if refusing else bool(event.query())
+
+    sim.engine.backend.is_reached = is_reached  # type: ignore[method-assign]
+    job = sim.store(1, 0)
+    sim.world.drain()
+    assert sim.worker.get_finished() == []
+    assert sim.engine.in_flight == [job]
+    refusing = False
+    assert [result.success for result in sim.worker.get_finished()] == [True]
+    sim.worker.shutdown()

@@ -15,6 +15,7 @@ from kvoffload.backends._driver import (
     DriverError,
     attributes_of,
     leading_arguments,
+    logged,
     which_failed,
 )
 from kvoffload.backends.cuda.blocks import prefers_overlap
@@ -25,6 +26,8 @@ BATCH_SINCE = 12080
 """Driver version of the first ``cuMemcpyBatchAsync``, which reports the index of a failure."""
 BATCH_WITHOUT_INDEX_SINCE = 13000
 """Driver version from which it has another form, which does not."""
+REGISTER_FLAGS = 0x1 | 0x2
+"""Portable and mapped: for every device, and for kernels that read it in place."""
 PREFER_OVERLAP = 1
 """Of ``CUmemcpyFlags``."""
 
@@ -39,6 +42,7 @@ _ATTRIBUTES = {
 class CudaDriver(Driver):
     """NVIDIA's driver."""
 
+    relaxed_capture = "cuThreadExchangeStreamCaptureMode"
     functions: ClassVar[dict[str, list[Any]]] = {
         "cuInit": [ctypes.c_uint],
         "cuDriverGetVersion": [_P],
@@ -63,11 +67,7 @@ class CudaDriver(Driver):
         self.version = self.read_int("cuDriverGetVersion")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._batch = self._find_batch()
-
-    @property
-    def has_batch(self) -> bool:  # type: ignore[override]
-        """From 12.8 on."""
-        return self._batch is not None
+        self.has_batch = self._batch is not None
 
     @property
     def version_text(self) -> str:
@@ -106,11 +106,13 @@ class CudaDriver(Driver):
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", None)
+            # Not to be told instead of what went wrong within.
+            with logged(DriverError):
+                self.call("cuCtxPopCurrent_v2", None)
 
     def register(self, address: int, nbytes: int) -> None:
         try:
-            self.call("cuMemHostRegister_v2", address, nbytes, 0)
+            self.call("cuMemHostRegister_v2", address, nbytes, REGISTER_FLAGS)
         except DriverError:
             # The next call, whosesoever it is, may be told of the failure instead of its own.
             self.library.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))

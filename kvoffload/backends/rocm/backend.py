@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kvoffload.backends._driver import Driver, DriverBackend, open_library
+from kvoffload.backends._driver import Driver, DriverBackend, loaded_library, open_library
 from kvoffload.backends.rocm.blocks import max_batch
 from kvoffload.backends.rocm.copy import LIBRARIES, HipRuntime
 
@@ -27,7 +27,11 @@ class RocmBackend(DriverBackend):
         self.max_batch = max_batch()
 
     def open_driver(self, library: ctypes.CDLL | None) -> Driver:
-        return HipRuntime(library or open_library(LIBRARIES))
+        if library is None:
+            # torch's own, if it has loaded one: its streams mean nothing to another.
+            loaded = loaded_library("libamdhip64.so")
+            library = open_library(LIBRARIES if loaded is None else (loaded,))
+        return HipRuntime(library)
 
     def missing_from_torch(self) -> str | None:
         if self.device.type == "cuda" and torch.version.hip is None:

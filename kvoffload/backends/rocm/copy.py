@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kvoffload.backends._driver import (
+    NOT_SUPPORTED,
     Driver,
     DriverError,
     attributes_of,
     leading_arguments,
+    logged,
     which_failed,
 )
 from kvoffload.core.plan import Descriptors
@@ -25,8 +27,6 @@ BATCH_SINCE = 70_100_000
 """Runtime version of the first ``hipMemcpyBatchAsync``: major·10⁷ + minor·10⁵ + patch."""
 ATTRIBUTES_SINCE = 71_300_000
 """Runtime version from which that takes attributes; before, it refuses them."""
-NOT_SUPPORTED = 801
-"""``hipErrorNotSupported``."""
 COPY_KIND = 4
 """``hipMemcpyDefault``: the addresses tell the direction."""
 
@@ -37,6 +37,7 @@ _ATTRIBUTES = {any_order: attributes_of(any_order=any_order) for any_order in (F
 class HipRuntime(Driver):
     """AMD's runtime."""
 
+    relaxed_capture = "hipThreadExchangeStreamCaptureMode"
     functions: ClassVar[dict[str, list[Any]]] = {
         "hipInit": [ctypes.c_uint],
         "hipRuntimeGetVersion": [_P],
@@ -101,7 +102,9 @@ class HipRuntime(Driver):
             yield
         finally:
             if before != index:
-                self.call("hipSetDevice", before)
+                # Not to be told instead of what went wrong within.
+                with logged(DriverError):
+                    self.call("hipSetDevice", before)
 
     def register(self, address: int, nbytes: int) -> None:
         self.call("hipHostRegister", address, nbytes, 0)

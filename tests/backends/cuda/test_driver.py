@@ -7,6 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from kvoffload.backends._driver import DriverError
 from kvoffload.backends.cuda.backend import CudaBackend
 from kvoffload.backends.cuda.copy import CudaDriver
 from kvoffload.core import host_memory
-from kvoffload.core.errors import GraphCaptureError, SubmitError
+from kvoffload.core.backend import Capabilities
+from kvoffload.core.errors import ConfigurationError, GraphCaptureError, SubmitError
 from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvoffload.testing.conformance import Cache, Lab
@@ -283,7 +286,7 @@ def test_host_memory_belongs_next_to_the_device(monkeypatch: pytest.MonkeyPatch)
         return 0
 
     monkeypatch.setattr(_driver, "numa_node_of", node_of)
-    monkeypatch.setattr(host_memory, "cpus_of_node", lambda node: {min(os.sched_getaffinity(0))})
+    monkeypatch.setattr(host_memory, "cpus_of_node", lambda node: os.sched_getaffinity(0))
     memory = cuda(device="fake:1").allocate_host(8192)
     assert asked == ["0000:fb:00.0"]
     assert memory.numa_node == 0
@@ -292,3 +295,79 @@ def test_host_memory_belongs_next_to_the_device(monkeypatch: pytest.MonkeyPatch)
     chosen = cuda().allocate_host(8192, numa_node=0)
     assert len(asked) == 1, "who names a node gets that one"
     chosen.release()
+
+
+@pytest.mark.parametrize("cpus", [set(), {100_000}], ids=["no such node", "none of its processors"])
+def test_a_node_that_nobody_asked_for_and_that_cannot_be_used_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, cpus: set[int]
+) -> None:
+    def cpus_of(node: int) -> set[int]:
+        if not cpus:
+            raise ConfigurationError("this machine has no such node")
+        return cpus
+
+    monkeypatch.setattr(_driver, "numa_node_of", lambda pci_bus_id: 1)
+    monkeypatch.setattr(host_memory, "cpus_of_node", cpus_of)
+    memory = cuda().allocate_host(8192)
+    assert (memory.pinned, memory.numa_node) == (True, None)
+    memory.release()
+    with pytest.raises(ConfigurationError):  # but who names it is told
+        cuda().allocate_host(8192, numa_node=1)
+
+
+def test_memory_is_pinned_again_after_it_was_refused_once(fake: FakeDevice) -> None:
+    backend = cuda()
+    fake.limit_registrations(0)
+    assert not backend.allocate_host(8192).pinned
+    assert backend.capabilities == replace(backend.capabilities, asynchronous=False)
+    fake.limit_registrations()
+    memory = backend.allocate_host(8192)
+    claims: Capabilities = backend.capabilities
+    assert (memory.pinned, claims.asynchronous) == (True, True)
+    memory.release()
+
+
+def test_a_batch_that_turns_out_to_be_unsupported_is_copied_one_by_one(
+    fake: FakeDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Lab(cuda()) as lab, caplog.at_level(logging.WARNING):
+        lab.fill_all()
+        fake.fail_call("cuMemcpyBatchAsync_v2", code=801)
+        lab.succeed(lab.store([1, 3], [0, 2]), lab.load([0, 2], [5, 7]))
+        assert not lab.backend.capabilities.batch_copy
+        assert caplog.text.count("one by one from here on") == 1
+        lab.check()
+
+
+def test_a_forked_process_does_not_get_the_memory(fake: FakeDevice) -> None:
+    memory = cuda().allocate_host(1 << 20)
+    found = re.search(
+        rf"^{memory.address:x}-.*?VmFlags: ([a-z ]+)$",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert found is not None
+    assert "dc" in found[1].split()
+    memory.release()
+
+
+def test_calls_are_made_beside_captures_and_the_mode_is_put_back(lab: Lab) -> None:
+    def mode() -> int:
+        found = ctypes.c_int(0)
+        exchange = load().library.cuThreadExchangeStreamCaptureMode
+        assert exchange(ctypes.byref(found)) == 0
+        assert exchange(ctypes.byref(ctypes.c_int(found.value))) == 0
+        return found.value
+
+    assert isinstance(lab.backend, CudaBackend)
+    inside: list[int] = []
+    copy_batch = lab.backend.driver.copy_batch
+
+    def watch(*arguments: Any, **options: Any) -> None:
+        inside.append(mode())
+        copy_batch(*arguments, **options)
+
+    lab.backend.driver.copy_batch = watch  # type: ignore[method-assign]
+    lab.succeed(lab.store([1], [0]))
+    assert inside == [2]
+    assert mode() == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvoffload.backends._driver import loaded_library
+from kvoffload.backends.rocm import backend as rocm_module
 from kvoffload.backends.rocm.backend import RocmBackend
 from kvoffload.backends.rocm.blocks import ENVIRONMENT
 from kvoffload.backends.rocm.copy import LIBRARIES, HipRuntime
@@ -35,11 +37,24 @@ def test_libraries_are_looked_for_from_the_plain_name_down(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(rocm_module, "loaded_library", lambda stem: None)
     monkeypatch.setattr(torch.version, "hip", "7.2")
     probe = RocmBackend().probe()
     assert tuple(asked) == LIBRARIES
     assert LIBRARIES[:3] == ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
     assert probe.reason.startswith("no driver: libamdhip64.so: cannot open")
+
+
+def test_the_runtime_that_torch_has_loaded_is_the_one(tmp_path: Path) -> None:
+    line = "7f00-7f01 r-xp 00000000 00:00 0    {}\n"
+    maps = tmp_path / "maps"
+    maps.write_text(line.format("/opt/torch/lib/libamdhip64.so.7") * 3 + line.format("[stack]"))
+    assert loaded_library("libamdhip64.so", maps) == "/opt/torch/lib/libamdhip64.so.7"
+    assert loaded_library("libother.so", maps) is None
+    with maps.open("a") as more:
+        more.write(line.format("/opt/rocm/lib/libamdhip64.so.6.1"))
+    with pytest.raises(OSError, match=r"two runtimes: /opt/rocm/lib.* and /opt/torch/lib"):
+        loaded_library("libamdhip64.so", maps)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5"])

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffload.backends._driver import DriverError
+from kvoffload.backends._driver import NOT_SUPPORTED, DriverError
 from kvoffload.backends.rocm.blocks import ENVIRONMENT, MAX_BATCH
-from kvoffload.backends.rocm.copy import NOT_SUPPORTED, HipRuntime
+from kvoffload.backends.rocm.copy import HipRuntime
 from kvoffload.core.errors import CopyError
 from kvoffload.core.lanes import Lane
 from kvoffload.testing.conformance import Cache, Lab

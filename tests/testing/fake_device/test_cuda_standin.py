@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuCtxPopCurrent_v2": (Address,),
     "cuCtxGetCurrent": (Address,),
     "cuStreamIsCapturing": (Address, Address),
+    "cuThreadExchangeStreamCaptureMode": (Address,),
     "cuMemHostRegister_v2": (Address, Size, ctypes.c_uint),
     "cuMemHostUnregister": (Address,),
     "cuMemcpyAsync": (Long, Long, Size, Address),

@@ -205,6 +205,16 @@ CUresult CUDAAPI cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* sta
   return CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  BEGIN(false);
+  if (!mode || *mode < CU_STREAM_CAPTURE_MODE_GLOBAL || *mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "there is no such mode");
+  const int before = fake::capture_mode();
+  fake::capture_mode() = *mode;
+  *mode = static_cast<CUstreamCaptureMode>(before);
+  return CUDA_SUCCESS;
+}
+
 CUresult CUDAAPI cuMemHostRegister_v2(void* address, size_t size, unsigned int flags) {
   BEGIN();
   CUresult failed = CUDA_SUCCESS;

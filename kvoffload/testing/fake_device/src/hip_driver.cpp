@@ -205,6 +205,16 @@ hipError_t hipMemcpyBatchAsync(void** dsts, void** srcs, size_t* sizes, size_t c
   return failed;
 }
 
+hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode* mode) {
+  BEGIN();
+  if (!mode || *mode < hipStreamCaptureModeGlobal || *mode > hipStreamCaptureModeRelaxed)
+    return refuse(hipErrorInvalidValue, "there is no such mode");
+  const int before = fake::capture_mode();
+  fake::capture_mode() = *mode;
+  *mode = static_cast<hipStreamCaptureMode>(before);
+  return hipSuccess;
+}
+
 hipError_t hipGetLastError() {
   const hipError_t error = last_error;
   last_error = hipSuccess;

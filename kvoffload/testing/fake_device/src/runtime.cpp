@@ -368,6 +368,11 @@ void synchronize_device(int device) {
   for (Stream* each : streams(device)) each->synchronize();
 }
 
+int& capture_mode() {
+  thread_local int mode = 0;
+  return mode;
+}
+
 int injected_failure(const char* call) {
   std::lock_guard<std::mutex> lock(failures().mutex);
   auto found = failures().planned.find(call);

@@ -141,6 +141,10 @@ Stream* stream_of_handle(const void* handle);  // null if there is none
 std::vector<Stream*> streams(int device);
 void synchronize_device(int device);
 
+// How the calling thread's calls go together with captures of other threads: 0 global, 1 thread-local,
+// 2 relaxed, as CUDA and HIP number it.
+int& capture_mode();
+
 // What a driver or torch is asked to do by name, and may be told to refuse: 0 if it is not.
 int injected_failure(const char* call);
 
