@@ -27,6 +27,7 @@ ALLOWED = {
     "rig": {"core", "backends.thread_base", "rig"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench"},
+    "integrations": {"core", "scheduler", "connector", "tiers", "plugins", "integrations"},
     "testing": {"core", "scheduler", "rig", "testing", "plugins"},
 }
 VENDORS = set(
