@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvoffload.core.specs import IntArray
 from kvoffload.scheduler.host_manager import HostOffloadingManager
 from kvoffload.scheduler.keys import OffloadKey
@@ -181,15 +183,22 @@ class HostChunks:
         new = sum(self.state(key) is KeyState.MISSING for key in dict.fromkeys(wanted))
         if new:
             self._counts.allocations.append(new)
-        output = self._manager.prepare_store(self._keys(wanted), context)
+        ordered = wanted
+        if by_place is not None:
+            chosen = set(wanted)
+            ordered = [key for key in by_place if key in chosen]
+        output = self._manager.prepare_store(self._keys(ordered), context)
         if output is None:
             return None
-        self._manager.touch(self._keys(by_place or keys), context)
-        stored = [key.block_hash for key in output.keys_to_store]
+        # vLLM wants them in its own order.
+        pairs = zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True)
+        found = {key.block_hash: chunk for key, chunk in pairs}
+        stored = [key for key in dict.fromkeys(wanted) if key in found]
         evicted = [key.block_hash for key in output.evicted_keys]
         self._storing.update(((context, key), None) for key in stored)
         self._note(evicted, removed=True)
-        return StoreOutput(stored, output.store_spec.block_ids, evicted)
+        ids = np.array([found[key] for key in stored], dtype=np.int64)
+        return StoreOutput(stored, ids, evicted)
 
     def complete_store(
         self, keys: Collection[RawKey], request_id: str, success: bool = True
