@@ -55,7 +55,7 @@ def save(model: str, folder: Path, layers: int = 4, seed: int = 0, **settings: A
     import transformers  # noqa: PLC0415 - it is large, and comes with the engine
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{model}Config")(num_hidden_layers=layers, **SHAPE, **settings)
+    config = getattr(transformers, f"{model}Config")(num_hidden_layers=layers, **(SHAPE | settings))
     made = getattr(transformers, f"{model}ForCausalLM")(config)
     made.to(torch.float32).save_pretrained(folder)
     return folder
