@@ -116,7 +116,7 @@ class Transfers:
         began = time.perf_counter()
         job = self._jobs[job_id] = _Job(job_id, is_store=False)
         dst = DeviceLoadStoreSpec(blocks, sizes, firsts)
-        filled = np.flatnonzero(dst.group_sizes).tolist()
+        filled = [group for group, size in enumerate(dst.group_sizes.tolist()) if size]
         if len(filled) == 1:
             (group,) = filled
             part = _Part(job, group, int(dst.block_indices[group]), dst.block_ids)
@@ -152,6 +152,8 @@ class Transfers:
         """A store fills whole chunks: what a group lacks at the head of its first one is filled
         with its first block once more."""
         src = DeviceLoadStoreSpec(blocks, sizes, firsts)
+        if self._factor == 1:
+            return src
         lacking = np.where(src.group_sizes > 0, src.block_indices % self._factor, 0)
         if not lacking.any():
             return src

@@ -11,13 +11,16 @@ import pytest
 from kvoffload.integrations.vllm import tiny
 from tests.integrations.vllm.engine import VLLM, Tokens, close_engine, prompts, right_answers
 
-ON_ENGINE = {"test_engine", "test_failures_on_engine", "test_hybrid_on_engine"}
+ON_ENGINE = {
+    f"{__package__}.{name}"
+    for name in ("test_engine", "test_failures_on_engine", "test_hybrid_on_engine")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those on an engine are left out where there is none; they start slowly, and warn a lot."""
     for item in items:
-        if item.module.__name__.rpartition(".")[2] not in ON_ENGINE:  # type: ignore[attr-defined]
+        if item.module.__name__ not in ON_ENGINE:  # type: ignore[attr-defined]
             continue
         item.add_marker(pytest.mark.timeout(240))
         item.add_marker(pytest.mark.filterwarnings("ignore"))

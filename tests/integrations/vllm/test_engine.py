@@ -124,18 +124,23 @@ def test_a_reset_of_the_prefix_cache_forgets_what_is_offloaded(
 
 
 def test_a_reset_while_transfers_run_loses_no_chunk(fresh: Engine, right: Tokens) -> None:
-    fresh.answer(prompts(4))
-    # The last stores are on their way, or not even submitted.
-    fresh.manager.chunks.reset()
-    fresh.manager.chunks.settle()
-    fresh.manager.chunks._storing.clear()
-    scheduler = fresh.core.scheduler.connector.connector_scheduler
-    scheduler._stale_job_threshold = scheduler._job_counter
-    for job in scheduler._jobs.values():
-        scheduler._req_status[job.req_id].transfer_jobs.clear()
-    scheduler._current_batch_jobs_to_flush.update(scheduler._jobs)
-    scheduler._jobs.clear()
-    scheduler._block_id_to_pending_jobs.clear()
+    from vllm import SamplingParams
+
+    # Two steps: the prompts are computed, and their stores are on their way or not yet submitted.
+    for number, prompt in enumerate(prompts(4)):
+        fresh.llm.llm_engine.add_request(
+            str(number),
+            {"prompt_token_ids": prompt},
+            SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False),
+        )
+    connector = fresh.core.scheduler.connector
+    while not connector.connector_scheduler._jobs:
+        fresh.llm.llm_engine.step()
+    connector.reset_cache()
+    usage = fresh.manager.chunks._manager.usage()
+    assert usage.free == usage.capacity
+    while fresh.llm.llm_engine.has_unfinished_requests():
+        fresh.llm.llm_engine.step()
     assert fresh.answer(prompts(4)).tokens == right
     assert fresh.answer(prompts(4)).tokens == right
     fresh.settle()
