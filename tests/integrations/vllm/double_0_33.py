@@ -1,7 +1,7 @@
 """A double of what our adapter touches of vLLM 0.33: the same names, signatures and calls.
 
-It is stricter than vLLM where that finds mistakes: the manager may only be entered under its lock,
-and a failed result is an error.
+Its connector asserts, as vLLM's does, that no result is a failure, and completes jobs under the
+manager's lock.
 """
 
 from __future__ import annotations
