@@ -29,6 +29,7 @@ ALLOWED = {
     "new_backend": {"core", "new_backend"},
     "replay": {"core", "scheduler", "rig", "replay"},
     "bench": {"core", "scheduler", "rig", "bench", "backends.calibration"},
+    "integrations": {"core", "scheduler", "connector", "tiers", "plugins", "integrations"},
     "testing": {"core", "scheduler", "connector", "rig", "testing", "plugins", "backends"},
 }
 VENDORS = set(

@@ -27,6 +27,10 @@ class CapacityError(ConfigurationError):
     """A memory budget cannot be met: too small, too large, or not a number of bytes."""
 
 
+class UnsupportedVersionError(ConfigurationError):
+    """The engine's version is none that its integration was written for."""
+
+
 class LayoutError(ConfigurationError):
     """An engine's tensors cannot be described as blocks of pages."""
 

@@ -124,6 +124,11 @@ class Geometry:
         """int64[groups]: groups with the same number share tensors, and so share block ids."""
         return pools_of(self.groups)
 
+    @functools.cached_property
+    def num_pools(self) -> int:
+        """How many sets of groups there are that share tensors."""
+        return int(self.pool_of_group.max()) + 1
+
     def blocks(self, side: Side) -> IntArray:
         """int64[groups], how many blocks (or chunks) of ``side`` each group can name."""
         return self._host_blocks if side is self.host else self._device_blocks
@@ -161,10 +166,11 @@ class Geometry:
             sizes: int64[groups], how many units belong to each group.
         """
         blocks = units if side.factor == 1 else units // side.factor
-        pools = self.pool_of_group
-        count = int(pools.max()) + 1
+        count = self.num_pools
         first = self._first_resource[count if side is self.host else 0 :]
-        numbers: IntArray = blocks + (first[0] if count == 1 else np.repeat(first[pools], sizes))
+        numbers: IntArray = blocks + (
+            first[0] if count == 1 else np.repeat(first[self.pool_of_group], sizes)
+        )
         return numbers
 
     @functools.cached_property
@@ -550,9 +556,10 @@ def _check_ids(
             )
     if destination:
         # Groups that share no tensors may use the same id: it names different bytes.
-        pools = np.repeat(geometry.pool_of_group, sizes)
-        for pool in set(geometry.pool_of_group.tolist()):
-            ordered = np.sort(ids[pools == pool])
+        several = geometry.num_pools > 1
+        pools = np.repeat(geometry.pool_of_group, sizes) if several else None
+        for pool in range(geometry.num_pools):
+            ordered = np.sort(ids if pools is None else ids[pools == pool])
             repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
             if len(repeated):
                 raise DuplicateBlockError(

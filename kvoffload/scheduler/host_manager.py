@@ -18,6 +18,7 @@ from kvoffload.core.specs import HostLoadStoreSpec
 from kvoffload.scheduler.free_ids import FreeIds
 from kvoffload.scheduler.keys import OffloadKey
 from kvoffload.scheduler.manager import (
+    KeyState,
     LookupResult,
     OffloadingManager,
     PrepareStoreOutput,
@@ -291,6 +292,16 @@ class HostOffloadingManager(OffloadingManager):
         for chunks in promised.values():
             for chunk in chunks.values():
                 self._release(chunk)
+
+    def state(self, key: OffloadKey) -> KeyState:
+        """What a lookup of this key would find; nothing is promised, and nothing counts as used.
+
+        For an engine that asks key by key, and loads before it stores anything else.
+        """
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return KeyState.MISSING
+        return KeyState.READY if chunk.ready else KeyState.PENDING
 
     def contents(self) -> dict[OffloadKey, int]:
         """The chunk id of every key that lookups find."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from kvoffload.core.specs import HostLoadStoreSpec
 from kvoffload.scheduler.keys import OffloadKey
@@ -19,6 +20,14 @@ class RequestContext:
     """
 
     request_id: str
+
+
+class KeyState(Enum):
+    """What is known of one key, without a promise to anybody."""
+
+    MISSING = "missing"
+    PENDING = "pending"  # being stored
+    READY = "ready"  # its bytes are in place
 
 
 @dataclass(frozen=True)
