@@ -132,7 +132,8 @@ class ThreadStream:
         """
         if isinstance(event, ThreadEvent):
             reached = event.point.reached
-            self._enqueue(lambda: void(reached.wait()))
+            if not reached.is_set():  # waking the thread for nothing costs more than looking
+                self._enqueue(lambda: void(reached.wait()))
         else:
             self._enqueue(lambda: self._attempt(event.synchronize))
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -369,11 +369,11 @@ class TransferEngine:
     ) -> _Job:
         lane = self._lanes[plan.lane]
         suspects = self._suspects(reads)
-        settled = all(job.state is _State.ENDED for job in suspects)
+        plan.settled = all(job.state is _State.ENDED for job in suspects)
         return _Job(
             number=self._newest + 1,
             job_id=job_id,
-            plan=replace(plan, settled=settled),
+            plan=plan,
             lane=lane,
             transfer_type=transfer_type,
             submitted=self._clock(),

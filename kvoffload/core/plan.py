@@ -7,6 +7,7 @@ A plan is neutral. A backend turns it into what its hardware wants with one of t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -278,7 +279,7 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CopyPlan:
     """What one job moves: pairs of units, group after group.
 
@@ -344,10 +345,11 @@ class CopyPlan:
         """
         parts: list[tuple[_Strand, IntArray, IntArray, IntArray]] = []
         total = 0
-        for group in np.flatnonzero(np.diff(self.bounds)).tolist():
-            pairs = slice(int(self.bounds[group]), int(self.bounds[group + 1]))
-            src, dst = self.src_units[pairs], self.dst_units[pairs]
-            follows = (np.diff(src) == 1) & (np.diff(dst) == 1)
+        for group, (start, end) in enumerate(itertools.pairwise(self.bounds.tolist())):
+            if start == end:
+                continue
+            src, dst = self.src_units[start:end], self.dst_units[start:end]
+            follows = (src[1:] - src[:-1] == 1) & (dst[1:] - dst[:-1] == 1)
             for strand in self.geometry.strands(group, self.src, self.dst):
                 starts, lengths = _runs(
                     follows, src, self.src.factor, dst, self.dst.factor, strand.joins
@@ -385,8 +387,9 @@ class CopyPlan:
             bucket: from a number of pairs to the padded length, so that a compiling device sees
                 a bounded number of shapes.
         """
-        for group in np.flatnonzero(np.diff(self.bounds)).tolist():
-            start, end = int(self.bounds[group]), int(self.bounds[group + 1])
+        for group, (start, end) in enumerate(itertools.pairwise(self.bounds.tolist())):
+            if start == end:
+                continue
             take = np.minimum(np.arange(start, start + bucket(end - start)), end - 1)
             yield GroupIndices(group, self.src_units[take], self.dst_units[take], end - start)
 
@@ -472,7 +475,8 @@ def plan_transfer(
                 f"block {null_block} is the null block; nothing can be loaded there"
             )
         blocks, sizes = _without_null_chunks(blocks, sizes, factor, null_block)
-    touched = chunks_touched(sizes, first, factor)
+    # A block per chunk is the common case, and cheap: each call of numpy counts here.
+    touched = sizes if factor == 1 else chunks_touched(sizes, first, factor)
     if int(touched.sum()) != len(host.block_ids):
         raise BlockCountError(
             f"{sizes.tolist()} device blocks entered at {first.tolist()} touch "
@@ -482,12 +486,14 @@ def plan_transfer(
     _check_ids(geometry, geometry.device, blocks, sizes, destination=not store)
     _check_ids(geometry, geometry.host, host.block_ids, touched, destination=store)
 
-    host_units = chunk_units(host.block_ids, touched, sizes, first, factor)
+    host_units = host.block_ids
+    if factor > 1:
+        host_units = chunk_units(host_units, touched, sizes, first, factor)
     pieces = geometry.device.factor
     if pieces > 1:
         blocks = expand_block_ids(blocks, pieces)
         host_units = expand_block_ids(host_units, pieces)
-    bounds = np.concatenate(([0], np.cumsum(sizes * pieces)))
+    bounds = _bounds(sizes, pieces)
     buffers = buffers or BufferPool()
     if store:
         return CopyPlan(
@@ -519,7 +525,7 @@ def _plan_copy(
         geometry.device,
         expand_block_ids(src.block_ids, pieces),
         expand_block_ids(dst.block_ids, pieces),
-        np.concatenate(([0], np.cumsum(sizes * pieces))),
+        _bounds(sizes, pieces),
         geometry,
         buffers,
     )
@@ -528,6 +534,11 @@ def _plan_copy(
         # Copies of one job are in no order among each other.
         raise DuplicateBlockError(f"{len(both)} blocks are source and destination of one copy")
     return plan
+
+
+def _bounds(sizes: IntArray, pieces: int) -> IntArray:
+    """Where the pairs of each group begin and end: int64[groups + 1]."""
+    return np.array([0, *itertools.accumulate(n * pieces for n in sizes.tolist())], dtype=np.int64)
 
 
 def _without_null_chunks(
@@ -544,24 +555,32 @@ def _check_ids(
     geometry: Geometry, side: Side, ids: IntArray, sizes: IntArray, *, destination: bool
 ) -> None:
     what = "chunk" if side is geometry.host else "device block"
-    ends = np.cumsum(sizes)
-    for group in np.flatnonzero(sizes).tolist():
-        mine = ids[int(ends[group] - sizes[group]) : int(ends[group])]
-        low, high = int(mine.min()), int(mine.max())
-        limit = int(geometry.blocks(side)[group])
+    limits = geometry.blocks(side)
+    end = 0
+    for group, size in enumerate(sizes.tolist()):
+        if not size:
+            continue
+        mine = ids[end : end + size]
+        end += size
+        low, high, limit = int(mine.min()), int(mine.max()), int(limits[group])
         if low < 0 or high >= limit:
             raise BlockRangeError(
                 f"{what} {low if low < 0 else high} of group {group} does not exist: "
                 f"there are {limit} (0 to {limit - 1})"
             )
-    if destination:
-        # Groups that share no tensors may use the same id: it names different bytes.
-        several = geometry.num_pools > 1
-        pools = np.repeat(geometry.pool_of_group, sizes) if several else None
-        for pool in range(geometry.num_pools):
-            ordered = np.sort(ids if pools is None else ids[pools == pool])
-            repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
-            if len(repeated):
-                raise DuplicateBlockError(
-                    f"{what} {int(ordered[repeated[0]])} is the destination twice"
-                )
+    if not destination:
+        return
+    if geometry.num_pools == 1:
+        _check_distinct(ids, what)
+        return
+    # Groups that share no tensors may use the same id: it names different bytes.
+    pools = np.repeat(geometry.pool_of_group, sizes)
+    for pool in range(geometry.num_pools):
+        _check_distinct(ids[pools == pool], what)
+
+
+def _check_distinct(ids: IntArray, what: str) -> None:
+    ordered = np.sort(ids)
+    same = ordered[1:] == ordered[:-1]
+    if same.any():
+        raise DuplicateBlockError(f"{what} {int(ordered[1:][same][0])} is the destination twice")
