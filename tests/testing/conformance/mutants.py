@@ -406,6 +406,13 @@ class CapabilitiesAreText(Reference):
     capabilities = Capabilities(asynchronous="yes", timing_events=True)  # type: ignore[arg-type]
 
 
+@breaks(Guarantee.CAPABILITIES)
+class NamesNoDevice(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.device = None  # type: ignore[assignment]
+
+
 @breaks(Guarantee.PROBE)
 class RaisesInProbe(Reference):
     def probe(self) -> Probe:
