@@ -104,6 +104,13 @@ class IgnoresTheStreamItIsGiven(Reference):
 
 
 @breaks(Guarantee.ORDER)
+class CopiesOnTheCallersStream(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        current = self.current_stream()
+        super().swap_blocks(plan, current if hasattr(current, "submit") else stream, keep)
+
+
+@breaks(Guarantee.ORDER)
 class CopiesAtOnce(Reference):
     def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
         move(self.pieces(plan))
