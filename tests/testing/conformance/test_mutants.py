@@ -70,6 +70,8 @@ def test_every_guarantee_that_a_backend_can_break_has_a_mutant() -> None:
 def test_checks_have_one_name_and_run_in_a_fixed_order() -> None:
     assert len(CHECKS) >= 25
     assert [check.name for check in CHECKS.values()] == list(CHECKS)
+    guarantees = list(dict.fromkeys(check.guarantee for check in CHECKS.values()))
+    assert guarantees == list(Guarantee)
     assert PASSED == "passed"
 
 
