@@ -33,6 +33,9 @@ COMMANDS = [
     ["--help"],
     ["--version"],
     ["backends"],
+    ["verify", "--list-checks"],
+    ["verify", "cpu", "--check", "probe"],
+    ["simulate", "--seeds", "1"],
     ["replay", "--limit", "3"],
     ["replay", "--limit", "3", "--json"],
 ]

@@ -448,3 +448,24 @@ class KeepsTheInterpreterLock(Reference):
 class RaisesWhenItIsMade(Reference):
     def __init__(self, device: str | None = None) -> None:
         raise OSError("no such driver")
+
+
+class HasNoRoomForMuch(Reference):
+    """Right, as far as the checks go; it cannot be measured."""
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        super().bind(geometry, caches, host)
+        if int(geometry.page_bytes.max()) > 1 << 16:
+            raise MemoryError("no room for such pages")
+
+
+class TakesOtherArguments(Reference):
+    def swap_blocks(self, plan: CopyPlan) -> None:  # type: ignore[override]
+        """As nobody calls it."""
+
+
+class CannotBeClosedUnused(Reference):
+    def close(self) -> None:
+        if not self.streams:
+            raise RuntimeError("nothing to close")
+        super().close()
