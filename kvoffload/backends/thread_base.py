@@ -104,6 +104,8 @@ class ThreadStream:
     def submit(self, work: Work) -> None:
         """Run ``work`` on the stream's thread after everything enqueued before.
 
+        What it raises fails the job that it belongs to, and no later one.
+
         Raises:
             ClosedError: after :meth:`close`; as for all else that enqueues.
         """
