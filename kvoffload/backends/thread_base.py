@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
+import torch
+
 from kvoffload.core.backend import Backend, Capabilities, Stream
 from kvoffload.core.errors import ClosedError
 from kvoffload.core.lanes import Lane
@@ -102,6 +104,8 @@ class ThreadStream:
     def submit(self, work: Work) -> None:
         """Run ``work`` on the stream's thread after everything enqueued before.
 
+        What it raises fails the job that it belongs to, and no later one.
+
         Raises:
             ClosedError: after :meth:`close`; as for all else that enqueues.
         """
@@ -184,8 +188,12 @@ class CallerStream:
 
 
 class ThreadBackend(Backend):
-    """Base of a backend whose streams are worker threads."""
+    """Base of a backend whose streams are worker threads.
 
+    Its device is ``cpu``, since that is where torch sees memory that the host can address.
+    """
+
+    device = torch.device("cpu")
     capabilities = Capabilities(asynchronous=True, timing_events=True)
     copy_threads: int = 1
     """Threads that copy in one direction: what a benchmark compares with."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from kvoffload.cli.interrupt import Interrupt
-from kvoffload.cli.output import OutputError, forgiving, say, writing
+from kvoffload.cli.output import OutputError, forgiving, print_json, say, writing
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -86,18 +86,18 @@ def _run(arguments: Sequence[str] | None, interrupt: Interrupt) -> int:
     from kvoffload.core.errors import BackendError, ConfigurationError
 
     interrupt.check()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in given[: given.index("--") if "--" in given else None]
     try:
         try:
             # Commands only say what to do, so that typer neither catches nor prints what that
             # raises; all that can be written here is help and the version.
             with writing():
-                command = app(
-                    args=None if arguments is None else list(arguments), standalone_mode=False
-                )
+                command = app(args=given, standalone_mode=False)
         except Exception as error:
             # Usage errors, whatever module of which version of typer defines them.
             if hasattr(error, "format_message"):
-                return _refuse(_squeezed(error.format_message()))
+                return _refuse(error, _squeezed(error.format_message()), as_json)
             raise
         # typer makes an exit code of a KeyboardInterrupt.
         interrupt.check()
@@ -110,15 +110,18 @@ def _run(arguments: Sequence[str] | None, interrupt: Interrupt) -> int:
         # An import that Ctrl-C tore may fail in any way.
         interrupt.check()
         if isinstance(error, ConfigurationError | BackendError):
-            return _refuse(str(error))
+            return _refuse(error, str(error), as_json)
         if isinstance(error, MemoryError):
-            return _refuse(f"not enough memory for that: {error}")
+            return _refuse(error, f"not enough memory for that: {error}", as_json)
         raise
     return code
 
 
-def _refuse(message: str) -> int:
+def _refuse(error: Exception, message: str, as_json: bool) -> int:
+    """Say what is wrong; a machine that asked for JSON gets it as JSON, too."""
     say(f"error: {message}")
+    if as_json:
+        print_json({"error": {"type": type(error).__name__, "message": message}})
     return EXIT_USAGE
 
 

@@ -274,6 +274,18 @@ def verify(
     device: Annotated[
         str | None, typer.Option(help="Such as cuda:1; by default the backend's own choice.")
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--check", metavar="TEXT", help="Only the checks whose name contains these words."
+        ),
+    ] = None,
+    list_checks: Annotated[
+        bool, typer.Option("--list-checks", help="Print the checks, and run none.")
+    ] = False,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Stop after the first check that fails.")
+    ] = False,
     deadline: Annotated[
         float, typer.Option(parser=_seconds, metavar="SECONDS", help="For each check.")
     ] = 30.0,
@@ -282,18 +294,22 @@ def verify(
 ) -> Command:
     """Prove a backend right: every check that its capabilities call for, in a process of its own.
 
-    Exit code: 0 if none failed; 1 if one did; 2 if the backend cannot run or be found; 130 for
-    Ctrl-C.
+    Exit code: 0 if none failed; 1 if one did; 2 if the backend cannot run, be made or be found; 130
+    for Ctrl-C; 141 if nobody reads the output.
     """
 
     def command() -> int:
-        from kvoffload.cli.verify import run
+        from kvoffload.cli.verify import list_checks as print_checks, run
 
+        if list_checks:
+            return print_checks(json)
         return run(
             name,
             on=on,
             backend_class=backend_class,
             device=device,
+            part=part,
+            fail_fast=fail_fast,
             deadline=deadline,
             seed=seed,
             as_json=json,

@@ -53,16 +53,14 @@ def choose_on(name: str | None, on: str | None) -> tuple[str, str | None, Backen
 
 def variants(name: str, on: str) -> list[str]:
     """The variants of the fake device that ``--on`` names for this backend."""
-    kind, _, variant = on.partition(":")
-    if kind != "fake":
-        raise ConfigurationError(f"--on {shortened(on)}: there is only 'fake', or 'fake:VARIANT'")
     from kvoffload.testing.fake_device.variants import variants_of
 
+    kind, _, variant = on.partition(":")
     known = variants_of(name)
-    if not variant:
-        return known
-    if variant not in known:
-        raise ConfigurationError(
-            f"--on {shortened(on)}: the variants of {name} are {', '.join(known)}"
-        )
-    return [variant]
+    if kind == "fake" and variant in ("", *known):
+        return [variant] if variant else known
+    given, backend = shortened(on), shortened(name) or "this backend"
+    raise ConfigurationError(
+        f"--on {given}: there is only 'fake', and with a variant of {backend} "
+        + ", ".join(f"'fake:{each}'" for each in known)
+    )

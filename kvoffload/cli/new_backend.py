@@ -16,10 +16,11 @@ from kvoffload.plugins.registry import BackendRegistry
 
 def run(name: str, folder: Path, *, as_json: bool) -> int:
     """Write the distribution, and print what there is now. Returns the exit code."""
+    registry = BackendRegistry()
     made = write(
         name,
         folder,
-        taken=BackendRegistry().names(),
+        taken={each: registry.distribution(each) for each in registry.names()},
         version=__version__,
         interface=INTERFACE_VERSION,
     )

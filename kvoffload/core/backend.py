@@ -125,7 +125,7 @@ class Backend(ABC):
     """
 
     device: torch.device | None = None
-    """Where the caches live; None where torch does not know the device."""
+    """Where the caches live, as torch says it; the conformance kit demands that it is named."""
     capabilities: Capabilities = Capabilities()
     bound: bool = False
     """Caches are bound; kept by the core."""

@@ -6,8 +6,9 @@ for what it will become.
 
 from __future__ import annotations
 
+import keyword
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +42,12 @@ class NewBackend:
     files: tuple[str, ...]
 
 
-def check_name(name: str, taken: Collection[str]) -> None:
+def check_name(name: str, taken: Mapping[str, str]) -> None:
     """Check that a backend may be called so.
 
     Args:
         name: of the backend.
-        taken: names of the backends that are installed.
+        taken: names of the backends that are installed, and the distribution of each.
 
     Raises:
         ConfigurationError: it may not; says what is allowed.
@@ -56,21 +57,27 @@ def check_name(name: str, taken: Collection[str]) -> None:
             f"{shown(name)} cannot name a backend: use at most {LONGEST_NAME} small letters and "
             f"digits, a letter first, in words joined by '_'; such as 'npu' or 'my_npu'"
         )
+    if keyword.iskeyword(name):
+        raise ConfigurationError(f"{name!r} cannot name a backend: it is a word of Python's own")
     if name in taken:
+        # kvoffload itself brings some; those cannot be uninstalled one by one.
+        own = f"kvoffload-{name}"
+        instead = f", or 'pip uninstall {own}'" if taken[name].split(" ")[0] == own else ""
         raise ConfigurationError(
-            f"a backend named {name!r} is installed already; 'kvoffload backends' lists them all"
+            f"a backend named {name!r} is installed already, by {taken[name]}; choose another name"
+            f"{instead}"
         )
 
 
 def write(
-    name: str, folder: Path, *, taken: Collection[str], version: str, interface: int
+    name: str, folder: Path, *, taken: Mapping[str, str], version: str, interface: int
 ) -> NewBackend:
     """Write a distribution that provides one backend.
 
     Args:
         name: of the backend.
         folder: for it; made if need be, and empty.
-        taken: names of the backends that are installed.
+        taken: names of the backends that are installed, and the distribution of each.
         version: of kvoffload, the oldest that it will work with.
         interface: version of the interface that it is written for.
 
@@ -85,6 +92,8 @@ def write(
         "interface": str(interface),
     }
     files = {_place(path, filled): _fill(path.read_text("utf-8"), filled) for path in _template()}
+    if folder.is_file():
+        raise ConfigurationError(f"{_path(folder)} is a file; name a folder, empty or new")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

@@ -166,9 +166,9 @@ class BackendRegistry:
             except BackendError as error:
                 logger.warning("skipped while choosing a backend: %s", error)
                 continue
-            if probe_of(backend).available and (
-                backend.device is None or backend.device.type != "cpu"
-            ):
+            # One that names no device claims none, and is never taken in place of cpu.
+            accelerates = backend.device is not None and backend.device.type != "cpu"
+            if accelerates and probe_of(backend).available:
                 (fallbacks if backend.fallback else accelerators)[candidate] = backend
         accelerators = accelerators or fallbacks
         if len(accelerators) > 1:

@@ -72,6 +72,12 @@ def test_it_is_listed_and_is_not_chosen_by_itself(
         del sys.modules[name]
 
 
+def test_a_name_that_is_installed_says_how_to_have_it_again(site: Path, tmp_path: Path) -> None:
+    arguments = ("new-backend", "my_npu", tmp_path / "again")
+    said = run("-m", "kvoffload", *arguments, site=site, fails=True).stderr
+    assert "choose another name, or 'pip uninstall kvoffload-my_npu'" in said
+
+
 def test_its_package_has_fewer_than_60_lines_of_code(folder: Path) -> None:
     assert 30 < lines_of_code(folder / "kvoffload_my_npu") < 60
 
@@ -130,7 +136,8 @@ def test_json_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                 "npu\n",
             )
         ),
-        ("cpu", "'cpu' is installed already"),
+        ("class", "a word of Python's own"),
+        ("cpu", "'cpu' is installed already, by kvoffload 0."),
         ("torch", "'torch' is installed already"),
     ],
 )
@@ -155,7 +162,7 @@ def test_a_folder_that_cannot_be_used_is_refused_and_stays_as_it_was(
     file.write_text("mine")
     for place, says in (
         (full, "is not empty"),
-        (file, "File exists"),
+        (file, "is a file"),
         (file / "deeper", "Not a directory"),
     ):
         assert main(["new-backend", "npu", str(place)]) == 2

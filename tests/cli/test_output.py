@@ -33,6 +33,9 @@ COMMANDS = [
     ["--help"],
     ["--version"],
     ["backends"],
+    ["verify", "--list-checks"],
+    ["verify", "cpu", "--check", "probe"],
+    ["simulate", "--seeds", "1"],
     ["replay", "--limit", "3"],
     ["replay", "--limit", "3", "--json"],
 ]
@@ -46,6 +49,16 @@ def test_when_nobody_reads_it_ends_quietly(command: list[str]) -> None:
         assert run(*command, stdout=write) == (141, "")
     finally:
         os.close(write)
+
+
+def test_a_reader_that_goes_away_ends_a_command_that_prints_as_it_goes() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvoffload", "verify", "cpu"], stdout=subprocess.PIPE
+    ) as process:
+        if process.stdout is not None:
+            assert process.stdout.readline() == b"cpu on cpu (here)\n"
+            process.stdout.close()
+        assert process.wait(50) == 141
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")

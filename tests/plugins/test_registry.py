@@ -133,6 +133,13 @@ def test_without_a_name_the_only_available_accelerator_is_chosen(install: Instal
     assert BackendRegistry().choose()[0] == "one"
 
 
+def test_a_backend_that_names_no_device_is_not_chosen_in_place_of_cpu(install: Install) -> None:
+    install("nowhere", "nowhere", good().replace('torch.device("meta")', "None"))
+    registry = BackendRegistry()
+    assert registry.choose("nowhere")[1].device is None
+    assert registry.choose()[0] == "cpu"
+
+
 def test_several_available_accelerators_need_a_name(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,9 +23,13 @@ class CpuBackend(ThreadBackend):
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self.device = torch.device(device or "cpu")
+        refused = f"the cpu backend serves device 'cpu', not {device!r}"
+        try:
+            self.device = torch.device(device or "cpu")
+        except RuntimeError as error:
+            raise ConfigurationError(refused) from error
         if self.device.type != "cpu":
-            raise ConfigurationError(f"the cpu backend serves device 'cpu', not {device!r}")
+            raise ConfigurationError(refused)
 
     def probe(self) -> Probe:
         return Probe(True, "host memory; needs no accelerator")

@@ -14,18 +14,21 @@ MakeBackend: TypeAlias = Callable[[], Backend]
 
 
 class Guarantee(Enum):
-    """What a backend can break; in the words of the README's list where it is there."""
+    """What a backend can break; in the words of the README's list where it is there.
 
+    They are checked in this order: what fails first explains the most of what fails after it.
+    """
+
+    PROBE = "probe"
+    BYTES = "5 bytes"
     ORDER = "1 order"
     INPUTS = "2 inputs are taken at submit"
     ASYNCHRONY = "3 submit only enqueues"
     ENDS_ONCE = "4 every job ends once"
-    BYTES = "5 bytes"
     ACCOUNTING = "7 accounting"
     MEMORY = "8 memory"
     QUIET_EXIT = "9 quiet exit"
     CAPABILITIES = "capabilities"
-    PROBE = "probe"
 
 
 class CheckFailedError(AssertionError):
@@ -98,3 +101,11 @@ def check(
         return run
 
     return register
+
+
+def sort_checks() -> None:
+    """Put the checks into the order of their guarantees; within one they stay as registered."""
+    order = list(Guarantee)
+    ordered = sorted(CHECKS.values(), key=lambda check: order.index(check.guarantee))
+    CHECKS.clear()
+    CHECKS.update((check.name, check) for check in ordered)

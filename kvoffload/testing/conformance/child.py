@@ -6,7 +6,7 @@ standard input, and writes one JSON object a line to the file descriptor.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from kvoffload.core.errors import ConfigurationError
+from kvoffload.core.sizes import shortened
 
 EXIT_STUCK = 3
 SPEED = "speed"
@@ -56,6 +59,8 @@ def main() -> None:
     code = 0
     try:
         code = _run(request, tell)
+    except ConfigurationError as error:
+        tell("refused", reason=str(error))
     except Exception as error:  # noqa: BLE001 - told to the parent
         tell("error", reason=f"{type(error).__name__}: {error}")
     out.flush()
@@ -67,50 +72,68 @@ def main() -> None:
 def _run(request: Request, tell: Callable[..., None]) -> int:
     make_backend = _maker(request)
     from kvoffload.testing.conformance import CHECKS, run_check
-    from kvoffload.testing.conformance.speed import measure
+    from kvoffload.testing.conformance.run import FAILED, why_unavailable
 
-    backend = make_backend()
-    missing = _missing(backend)
+    backend = _first(make_backend, request.device)
+    missing = why_unavailable(backend)
     if missing is not None:
         tell("unavailable", reason=missing)
         return 0
     tell(
         "ready",
-        device=str(backend.device),
+        device="" if backend.device is None else str(backend.device),
         asynchronous=bool(getattr(backend.capabilities, "asynchronous", False)),
         checks={name: check.guarantee.value for name, check in CHECKS.items()},
     )
-    backend.close()
+    with contextlib.suppress(Exception):  # there is a check for that
+        backend.close()
+    failed = False
     for name in CHECKS if request.checks is None else request.checks:
         tell("start", name=name)
         outcome = run_check(
             CHECKS[name], make_backend, seed=request.seed, deadline=request.deadline
         )
         tell("end", **asdict(outcome))
+        failed = failed or outcome.outcome == FAILED
         if outcome.stuck:
             return EXIT_STUCK
-    if request.speed:
+    if request.speed and not failed:  # how fast wrong bytes are moved says nothing
         tell("start", name=SPEED)
-        speed = measure(make_backend)
-        tell("speed", speed=None if speed is None else asdict(speed))
+        tell("speed", **_speed(make_backend))
     tell("done")
     return 0
 
 
-def _missing(backend: Any) -> str | None:
-    """Why the backend cannot run here; a probe that misbehaves is for the checks to find."""
+def _first(make_backend: Callable[[], Any], device: str | None) -> Any:
+    """The first backend that is made; what is wrong with a device that was given names it."""
     try:
-        probe = backend.probe()
-        return None if probe.available else str(probe.reason)
-    except Exception:  # noqa: BLE001 - a vendor's code may raise anything
-        return None
+        return make_backend()
+    except ConfigurationError as error:
+        if device is None:
+            raise
+        raise ConfigurationError(f"--device {shortened(device)}: {error}") from error
+
+
+def _speed(make_backend: Callable[[], Any]) -> dict[str, Any]:
+    """What was measured, or why nothing was."""
+    from kvoffload.testing.conformance.speed import measure
+
+    try:
+        speed = measure(make_backend)
+    except BaseException as error:  # noqa: BLE001 - a vendor's code may raise anything
+        return {"speed": None, "reason": f"{type(error).__name__}: {error}"}
+    if speed is None:
+        return {"speed": None, "reason": "time means nothing on this device"}
+    return {"speed": asdict(speed), "reason": ""}
 
 
 def _maker(request: Request) -> Callable[[], Any]:
     """A function that makes a fresh backend."""
+    from kvoffload.testing.conformance.named_class import named_class
+
     if request.variant is None:
         if request.backend_class is not None:
-            made_here = _class(request.backend_class)
+            made_here = named_class(request.backend_class)
             device = request.device
             return lambda: made_here() if device is None else made_here(device)
         from kvoffload.plugins.registry import BackendRegistry
@@ -122,17 +145,11 @@ def _maker(request: Request) -> Callable[[], Any]:
         from kvoffload.testing.fake_device.variants import DEVICE
 
         load()
-        made_there = _class(request.backend_class)
+        made_there = named_class(request.backend_class)
         return lambda: made_there(DEVICE)
     from kvoffload.testing.fake_device.make import maker
 
     return maker(str(request.backend), request.variant)
-
-
-def _class(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 if __name__ == "__main__":

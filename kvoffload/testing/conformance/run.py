@@ -7,6 +7,7 @@ import traceback
 import zlib
 from dataclasses import dataclass
 
+from kvoffload.core.backend import Backend
 from kvoffload.core.errors import KVOffloadError
 from kvoffload.testing.conformance.check import (
     Check,
@@ -85,6 +86,15 @@ def run_check(
     elif stuck:
         reason += ", and still runs: something waits for ever"
     return Outcome(check.name, check.guarantee.value, FAILED, reason, stuck)
+
+
+def why_unavailable(backend: Backend) -> str | None:
+    """Why the backend cannot run here; a probe that misbehaves is for the checks to find."""
+    try:
+        probe = backend.probe()
+        return None if probe.available else str(probe.reason)
+    except Exception:  # noqa: BLE001 - a vendor's code may raise anything
+        return None
 
 
 def _run(check: Check, make_backend: MakeBackend, seed: int, labs: list[Lab]) -> None:

@@ -13,12 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import IO, Any
 
-from kvoffload.core.errors import BackendUnavailableError, BrokenBackendError
+from kvoffload.core.errors import (
+    BackendUnavailableError,
+    BrokenBackendError,
+    ConfigurationError,
+)
 from kvoffload.testing.conformance.child import SPEED, Request
-from kvoffload.testing.conformance.run import FAILED, GRACE_SECONDS, PASSED, SKIPPED, Outcome
+from kvoffload.testing.conformance.report import VariantReport
+from kvoffload.testing.conformance.run import FAILED, GRACE_SECONDS, Outcome
 from kvoffload.testing.conformance.speed import Speed
 
 START_SECONDS = 300.0
@@ -29,126 +34,57 @@ TAIL = 600
 """Characters of its output that are told of a process that died."""
 
 
-@dataclass
-class VariantReport:
-    """What came of one variant.
-
-    Attributes:
-        variant: its name; ``"here"`` is the machine itself.
-        device: that the backend named.
-        asynchronous: the backend claims it.
-        outcomes: one for each check that ran.
-        speed: None if it was not measured.
-        interrupted: it was stopped.
-    """
-
-    variant: str
-    device: str = ""
-    asynchronous: bool = False
-    outcomes: list[Outcome] = field(default_factory=list)
-    speed: Speed | None = None
-    interrupted: bool = False
-
-    def count(self, outcome: str) -> int:
-        """How many checks ended like that."""
-        return sum(each.outcome == outcome for each in self.outcomes)
-
-    @property
-    def level(self) -> str | None:
-        """``"correct"``, ``"asynchronous"`` or ``"fast"``; None if a check failed."""
-        if self.count(FAILED) or self.interrupted or not self.count(PASSED):
-            return None
-        if not self.asynchronous:
-            return "correct"
-        return "fast" if self.speed is not None and self.speed.fast else "asynchronous"
-
-
-LEVELS = (None, "correct", "asynchronous", "fast")
-
-
-@dataclass
-class Report:
-    """What came of a backend: the least that every variant reached."""
-
-    backend: str
-    distribution: str
-    variants: list[VariantReport] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Every variant was run to its end, and nothing failed."""
-        return bool(self.variants) and all(v.level is not None for v in self.variants)
-
-    def as_json(self) -> dict[str, Any]:
-        """The report for machines."""
-        levels = [LEVELS.index(variant.level) for variant in self.variants]
-        return {
-            "backend": self.backend,
-            "distribution": self.distribution,
-            "device": ", ".join(dict.fromkeys(v.device for v in self.variants)),
-            "variants": [variant.variant for variant in self.variants],
-            "level": LEVELS[min(levels, default=0)],
-            **{
-                name: sum(variant.count(name) for variant in self.variants)
-                for name in (PASSED, FAILED, SKIPPED)
-            },
-            "speed": {
-                variant.variant: None if variant.speed is None else asdict(variant.speed)
-                for variant in self.variants
-            },
-            "checks": [
-                {
-                    "name": each.name,
-                    "guarantee": each.guarantee,
-                    "outcome": each.outcome,
-                    "reason": each.reason,
-                    "variant": variant.variant,
-                }
-                for variant in self.variants
-                for each in variant.outcomes
-            ],
-        }
-
-
 def verify_variant(
     request: Request,
     *,
     progress: Callable[[int, int], None] = lambda _, __: None,
+    changed: Callable[[VariantReport], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
+    fail_fast: bool = False,
 ) -> VariantReport:
     """Run the checks of one variant; a child that dies is replaced for the checks that are left.
 
     Args:
         request: what to run.
         progress: called with how many checks have ended, and how many there are.
+        changed: called with the report as it is, once the device is known and after each check.
         stop: asked all the time; once it is true the child is killed.
+        fail_fast: the first check that fails is the last one.
 
     Raises:
         BackendUnavailableError: the backend says that it cannot run here; with its reason.
         BrokenBackendError: it cannot even be made.
+        ConfigurationError: there is no such class, or the backend does not serve that device.
     """
-    report = VariantReport(request.variant or "here")
+    report = VariantReport(request.variant or "here", whole=request.checks is None)
     left = request.checks
     while True:
-        child = _Child(replace(request, checks=left), report, progress, stop)
+        speed = request.speed and report.first_failure is None
+        child = _Child(replace(request, checks=left, speed=speed), report, fail_fast, stop)
+        child.progress, child.changed = progress, changed
         child.follow()
         left = child.left
         if child.done or report.interrupted or not left:
+            if request.speed and report.speed is None and not report.speed_reason:
+                report.speed_reason = "interrupted" if report.interrupted else "a check failed"
             return report
 
 
 class _Child:
     """One child process, from its start to its end."""
 
+    progress: Callable[[int, int], None]
+    changed: Callable[[VariantReport], None]
+
     def __init__(
         self,
         request: Request,
         report: VariantReport,
-        progress: Callable[[int, int], None],
+        fail_fast: bool,
         stop: Callable[[], bool],
     ) -> None:
         self._request, self._report = request, report
-        self._progress, self._stop = progress, stop
+        self._fail_fast, self._stop = fail_fast, stop
         self._guarantees: dict[str, str] = {}
         self._running: str | None = None
         self.left = request.checks
@@ -186,7 +122,7 @@ class _Child:
     def _listen(self, told: io.FileIO) -> bool:
         """Take messages until there are no more; True if it has been silent for too long."""
         rest, heard = b"", time.monotonic()
-        while not self._report.interrupted:
+        while not (self._report.interrupted or self.done):
             if self._stop():
                 self._report.interrupted = True
             elif time.monotonic() - heard > self._patience():
@@ -198,7 +134,8 @@ class _Child:
                 heard = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._take(json.loads(line))
+                    if not self.done:
+                        self._take(json.loads(line))
         return False
 
     def _patience(self) -> float:
@@ -211,6 +148,8 @@ class _Child:
     def _take(self, message: dict[str, Any]) -> None:
         event = message.pop("event")
         report = self._report
+        if event == "refused":
+            raise ConfigurationError(message["reason"])
         if event == "error":
             raise BrokenBackendError(f"the backend cannot be verified: {message['reason']}")
         if event == "unavailable":
@@ -219,12 +158,14 @@ class _Child:
             report.device, report.asynchronous = message["device"], message["asynchronous"]
             self._guarantees = message["checks"]
             self.left = list(self._guarantees) if self.left is None else self.left
+            self.changed(report)
         elif event == "start":
             self._running = message["name"]
         elif event == "end":
             self._end(Outcome(**message))
         elif event == "speed":
             report.speed = None if message["speed"] is None else Speed(**message["speed"])
+            report.speed_reason = message["reason"]
         elif event == "done":
             self.done = True
 
@@ -233,14 +174,19 @@ class _Child:
         self.left = [name for name in self.left or [] if name != outcome.name]
         self._running = None
         ended = len(self._report.outcomes)
-        self._progress(ended, ended + len(self.left))
+        self.progress(ended, ended + len(self.left))
+        self.changed(self._report)
+        if self._fail_fast and outcome.outcome == FAILED:
+            self.done = True
 
     def _died(self, how: str, tail: str) -> None:
         """What it was at has failed. If nothing was running, it stopped after a stuck check."""
         what = f"the process {how}" + (f"; its last words: {tail}" if tail else "")
         if self.left is None:
             raise BrokenBackendError(f"before the first check, {what}")
-        if self._running in self.left:
+        if self._running == SPEED:
+            self._report.speed_reason = what
+        elif self._running in self.left:
             name = self._running
             self._end(Outcome(name, self._guarantees[name], FAILED, what))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from kvoffload.core.backend import Backend, Capabilities, Keep, Probe, Stream
 from kvoffload.core.errors import CopyError
 from kvoffload.core.host_memory import HostMemory
@@ -48,6 +50,8 @@ class SimBackend(Backend):
     Args:
         world: the device; a new one by default.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world or World()

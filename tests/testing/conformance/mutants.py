@@ -104,6 +104,13 @@ class IgnoresTheStreamItIsGiven(Reference):
 
 
 @breaks(Guarantee.ORDER)
+class CopiesOnTheCallersStream(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        current = self.current_stream()
+        super().swap_blocks(plan, current if hasattr(current, "submit") else stream, keep)
+
+
+@breaks(Guarantee.ORDER)
 class CopiesAtOnce(Reference):
     def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
         move(self.pieces(plan))
@@ -406,6 +413,13 @@ class CapabilitiesAreText(Reference):
     capabilities = Capabilities(asynchronous="yes", timing_events=True)  # type: ignore[arg-type]
 
 
+@breaks(Guarantee.CAPABILITIES)
+class NamesNoDevice(Reference):
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.device = None  # type: ignore[assignment]
+
+
 @breaks(Guarantee.PROBE)
 class RaisesInProbe(Reference):
     def probe(self) -> Probe:
@@ -434,3 +448,24 @@ class KeepsTheInterpreterLock(Reference):
 class RaisesWhenItIsMade(Reference):
     def __init__(self, device: str | None = None) -> None:
         raise OSError("no such driver")
+
+
+class HasNoRoomForMuch(Reference):
+    """Right, as far as the checks go; it cannot be measured."""
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        super().bind(geometry, caches, host)
+        if int(geometry.page_bytes.max()) > 1 << 16:
+            raise MemoryError("no room for such pages")
+
+
+class TakesOtherArguments(Reference):
+    def swap_blocks(self, plan: CopyPlan) -> None:  # type: ignore[override]
+        """As nobody calls it."""
+
+
+class CannotBeClosedUnused(Reference):
+    def close(self) -> None:
+        if not self.streams:
+            raise RuntimeError("nothing to close")
+        super().close()

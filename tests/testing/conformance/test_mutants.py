@@ -70,4 +70,13 @@ def test_every_guarantee_that_a_backend_can_break_has_a_mutant() -> None:
 def test_checks_have_one_name_and_run_in_a_fixed_order() -> None:
     assert len(CHECKS) >= 25
     assert [check.name for check in CHECKS.values()] == list(CHECKS)
+    guarantees = list(dict.fromkeys(check.guarantee for check in CHECKS.values()))
+    assert guarantees == list(Guarantee)
     assert PASSED == "passed"
+
+
+def test_the_callers_stream_is_found_out_while_it_is_held() -> None:
+    check = CHECKS["without an event a transfer does not wait for compute"]
+    outcome = run_check(check, MUTANTS["CopiesOnTheCallersStream"][0])
+    assert outcome.outcome == FAILED
+    assert "pages are wrong" in outcome.reason

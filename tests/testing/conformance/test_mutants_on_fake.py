@@ -92,6 +92,13 @@ def test_without_a_mutation_nothing_fails() -> None:
         assert outcome.outcome != FAILED, (outcome.name, outcome.reason)
 
 
+def test_the_callers_stream_is_found_out_while_it_is_held() -> None:
+    check = CHECKS["without an event a transfer does not wait for compute"]
+    outcome = run_check(check, backend(WorksOnTheCallersStream))
+    assert outcome.outcome == FAILED
+    assert "pages are wrong" in outcome.reason
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_a_check_of_what_it_breaks(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,10 @@ from kvoffload.cli import main
 from kvoffload.core.errors import BackendUnavailableError, BrokenBackendError
 from kvoffload.testing.conformance import CHECKS, Outcome, verify as verify_module
 from kvoffload.testing.conformance.child import Request
+from kvoffload.testing.conformance.report import Report, VariantReport
 from kvoffload.testing.conformance.run import FAILED, PASSED, SKIPPED
 from kvoffload.testing.conformance.speed import Speed
-from kvoffload.testing.conformance.verify import Report, VariantReport, verify_variant
+from kvoffload.testing.conformance.verify import verify_variant
 
 HERE = "tests.testing.conformance.mutants"
 COPY, PROBE = "blocks are copied on the device", "the probe answers and never raises"
@@ -53,8 +54,96 @@ def test_a_process_that_answers_nobody_is_killed(monkeypatch: pytest.MonkeyPatch
 def test_a_backend_that_cannot_be_made_is_broken() -> None:
     with pytest.raises(BrokenBackendError, match="OSError: no such driver"):
         verify("RaisesWhenItIsMade", PROBE)
-    with pytest.raises(BrokenBackendError, match="no_such_module"):
-        verify_variant(Request(None, "no_such_module:Class"))
+
+
+def test_a_copy_that_never_works_is_found_by_the_checks_and_not_by_the_measurement() -> None:
+    request = Request(None, f"{HERE}:TakesOtherArguments", checks=[STORE])
+    report = verify_variant(request)
+    (failed,) = report.outcomes
+    assert failed.outcome == FAILED
+    assert "positional argument" in failed.reason
+    assert (report.speed, report.speed_reason) == (None, "a check failed")
+
+
+def test_a_measurement_that_fails_is_told_and_hides_nothing() -> None:
+    report = verify_variant(Request(None, f"{HERE}:HasNoRoomForMuch", checks=[PROBE]))
+    assert [each.outcome for each in report.outcomes] == [PASSED]
+    assert report.speed is None
+    assert "MemoryError: no room for such pages" in report.speed_reason
+    printed = Report("b", "", [report]).as_json()
+    assert (printed["speed"], printed["speed_reason"]) == (
+        {"here": None},
+        {"here": report.speed_reason},
+    )
+
+
+def test_a_backend_that_cannot_be_closed_fails_its_check() -> None:
+    closes = "a backend can be closed twice used or not"
+    (failed,) = verify("CannotBeClosedUnused", closes).outcomes
+    assert failed.outcome == FAILED
+
+
+def test_each_line_is_told_as_its_check_ends() -> None:
+    told: list[tuple[str, int]] = []
+    request = Request(None, f"{HERE}:Reference", checks=[PROBE, COPY], speed=False)
+    verify_variant(
+        request, changed=lambda report: told.append((report.device, report.count(PASSED)))
+    )
+    assert told == [("cpu", 0), ("cpu", 1), ("cpu", 2)]
+
+
+def test_fail_fast_stops_at_the_first_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--backend-class", f"{HERE}:RaisesInProbe", "--fail-fast", "--json")
+    assert main(["verify", *options]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert [each["outcome"] for each in printed["checks"]] == [FAILED]
+
+
+def test_a_part_of_the_checks_has_no_level(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "cpu", "--check", "The Probe"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "cpu on cpu (here)",
+        "  probe",
+        f"    ok      {PROBE}",
+        "",
+        "1 passed, 0 failed, 0 skipped; a part of the checks has no level",
+    ]
+
+
+def test_the_checks_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--list-checks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "probe"
+    assert [line.strip() for line in lines if line.startswith("  ")] == list(CHECKS)
+    assert main(["verify", "--list-checks", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in listed] == list(CHECKS)
+
+
+def test_an_interrupted_run_has_neither_a_level_nor_a_device_that_nobody_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.cli.interrupt.Interrupt.is_set", lambda _: True)
+    assert main(["verify", "cpu"]) == 130
+    assert capsys.readouterr().out == "0 passed, 0 failed, 0 skipped; interrupted\n"
+    assert main(["verify", "cpu", "--json"]) == 130
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["device"], printed["level"], printed["interrupted"]) == (None, None, True)
+
+
+def test_an_error_is_json_where_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, kind in (
+        (["verify", "torch"], "BackendUnavailableError"),
+        (["verify", "nonsense"], "BackendNotFoundError"),
+        (["verify", "cpu", "--check", "no such words"], "ConfigurationError"),
+        (["verify", "cpu", "--deadline", "0"], "BadParameter"),
+        (["replay", "--backend", "nonsense"], "ConfigurationError"),
+    ):
+        assert main([*arguments, "--json"]) == 2
+        out = capsys.readouterr()
+        error = json.loads(out.out)["error"]
+        assert error["type"] == kind
+        assert " ".join(error["message"].split()) in out.err
 
 
 def test_a_backend_that_cannot_run_here_says_why() -> None:
@@ -98,7 +187,10 @@ def test_a_failure_is_named_with_its_guarantee(capsys: pytest.CaptureFixture[str
     assert "  capabilities\n" in out
     assert "FAILED  memory is pinned if and only if that is claimed: " in out
     assert "1 failed" in out
-    assert out.endswith("level: none\n")
+    *_, verdict, begin = out.splitlines()
+    assert verdict.endswith("level: none")
+    assert begin.startswith("Begin with capabilities: memory is pinned if and only if")
+    assert "docs/write-a-backend.md, section 7" in begin
 
 
 @pytest.mark.parametrize(
@@ -108,7 +200,15 @@ def test_a_failure_is_named_with_its_guarantee(capsys: pytest.CaptureFixture[str
         (["cpu", "--backend-class", "a:B"], "one of both"),
         (["nonsense"], "no backend named 'nonsense' is installed"),
         (["cpu", "--on", "mars"], "there is only 'fake'"),
-        (["torch", "--on", "fake:17"], "the variants of torch are default"),
+        (["torch", "--on", "fake:17"], "a variant of torch 'fake:default'"),
+        (["cuda", "--on", "fake:1"], "'fake:13.0', 'fake:12.8', 'fake:12.4'"),
+        (["cpu", "--check", "no such words"], "--list-checks prints them"),
+        (["--backend-class", "idx"], "write it as MODULE:CLASS"),
+        (["--backend-class", "nomod:X"], "no module 'nomod'; install it, or let PYTHONPATH"),
+        (["--backend-class", "ctypes:CDLL"], "not a class of backends"),
+        (["--backend-class", f"{HERE}:ctypes"], "not a class of backends"),
+        (["--backend-class", f"{HERE}:Nobody"], "the module has no 'Nobody'"),
+        (["cpu", "--device", "nonsense"], "--device nonsense: the cpu backend serves"),
         (["torch"], "sees no accelerator"),
         (["cpu", "--deadline", "0"], "not a positive number of seconds"),
         (["cpu", "--device", "cuda:0"], "serves device 'cpu'"),
@@ -136,6 +236,7 @@ def test_the_level_is_the_least_of_all_variants() -> None:
     for level, variant in levels.items():
         assert variant.level == level
     assert VariantReport("5", "d", True, outcomes(SKIPPED), fast).level is None
+    assert VariantReport("6", "fake:0", True, outcomes(PASSED), fast).level == "asynchronous"
     variants = list(levels.values())
     assert Report("b", "", variants[:2]).as_json()["level"] == "asynchronous"
     assert Report("b", "", variants[:3]).as_json()["level"] == "correct"

@@ -1,5 +1,6 @@
-"""Every check, a module for each guarantee or two. Importing this registers them."""
+"""Every check, a module for each guarantee or two. Importing this registers them, in order."""
 
+from kvoffload.testing.conformance.check import sort_checks
 from kvoffload.testing.conformance.checks import (
     claims as claims,
     inputs as inputs,
@@ -8,3 +9,5 @@ from kvoffload.testing.conformance.checks import (
     pages as pages,
     resources as resources,
 )
+
+sort_checks()

@@ -60,6 +60,14 @@ def capabilities_are_what_they_should_be(make_backend: MakeBackend) -> None:
         require(type(backend.fallback) is bool, f"fallback is {backend.fallback!r}")
 
 
+@check(Guarantee.CAPABILITIES, cache=None)
+def the_device_is_named(make_backend: MakeBackend) -> None:
+    with contextlib.closing(make_backend()) as backend:
+        named: object = backend.device
+        require(named is not None, "device is None: name the device where the caches live")
+        require(isinstance(named, torch.device), f"device is {named!r}, not a torch.device")
+
+
 @check(Guarantee.CAPABILITIES)
 def memory_is_pinned_if_and_only_if_that_is_claimed(lab: Lab) -> None:
     claimed, memory = lab.backend.capabilities.pinned_memory, lab.engine.host.memory
