@@ -7,9 +7,11 @@ standard input, and writes one JSON object a line to the file descriptor.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +21,8 @@ from kvoffload.core.errors import ConfigurationError
 from kvoffload.core.sizes import shortened
 
 EXIT_STUCK = 3
+PR_SET_PDEATHSIG = 1
+"""Of ``linux/prctl.h``."""
 SPEED = "speed"
 """What is running while no check is."""
 
@@ -49,6 +53,8 @@ class Request:
 
 
 def main() -> None:
+    # Whatever becomes of the parent, nothing of this stays behind (prctl(2)).
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     request = Request(**json.load(sys.stdin))
     out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
 

@@ -21,7 +21,8 @@ from kvoffload.core.errors import (
     BrokenBackendError,
     ConfigurationError,
 )
-from kvoffload.testing.conformance.child import SPEED, Request
+from kvoffload.testing.conformance.check import Guarantee
+from kvoffload.testing.conformance.child import EXIT_STUCK, SPEED, Request
 from kvoffload.testing.conformance.report import VariantReport
 from kvoffload.testing.conformance.run import FAILED, GRACE_SECONDS, Outcome
 from kvoffload.testing.conformance.speed import Speed
@@ -106,37 +107,46 @@ class _Child:
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
             os.close(writing)
-            hung = False
+            how = None
             try:
                 if process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError), process.stdin as asked:
                         asked.write(json.dumps(asdict(self._request)).encode())
-                hung = self._listen(told)
+                how = self._listen(told, process)
+                if how is None and not (self.done or self._report.interrupted):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(GRACE_SECONDS)  # so that it can say how it ended
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()
             if not self.done and not self._report.interrupted:
-                self._died("hung" if hung else _how(code), _tail(output))
+                self._died(how or _how(code), _tail(output), code)
 
-    def _listen(self, told: io.FileIO) -> bool:
-        """Take messages until there are no more; True if it has been silent for too long."""
+    def _listen(self, told: io.FileIO, process: subprocess.Popen[bytes]) -> str | None:
+        """Take messages until there are no more; what it did instead of ending, if it did."""
         rest, heard = b"", time.monotonic()
         while not (self._report.interrupted or self.done):
             if self._stop():
                 self._report.interrupted = True
             elif time.monotonic() - heard > self._patience():
-                return True
+                return "hung"
             elif select.select([told], [], [], POLL_SECONDS)[0]:
                 data = told.read(1 << 16)
                 if not data:
-                    return False
+                    return None
                 heard = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
+                try:
+                    messages = [json.loads(line) for line in lines]
+                except ValueError:
+                    return "wrote into a pipe that is not its own"
+                for message in messages:
                     if not self.done:
-                        self._take(json.loads(line))
-        return False
+                        self._take(message)
+            elif process.poll() is not None:
+                return None  # somebody whom it started holds the pipe
+        return None
 
     def _patience(self) -> float:
         if self._running is None:
@@ -179,15 +189,16 @@ class _Child:
         if self._fail_fast and outcome.outcome == FAILED:
             self.done = True
 
-    def _died(self, how: str, tail: str) -> None:
-        """What it was at has failed. If nothing was running, it stopped after a stuck check."""
+    def _died(self, how: str, tail: str, code: int) -> None:
+        """What it was at has failed, or what it was about to do. It stops itself when stuck."""
         what = f"the process {how}" + (f"; its last words: {tail}" if tail else "")
         if self.left is None:
             raise BrokenBackendError(f"before the first check, {what}")
         if self._running == SPEED:
             self._report.speed_reason = what
-        elif self._running in self.left:
-            name = self._running
+            self._end(Outcome("the speed is measured", Guarantee.BYTES.value, FAILED, what))
+        elif self._running in self.left or (self.left and code != EXIT_STUCK):
+            name = self._running or self.left[0]
             self._end(Outcome(name, self._guarantees[name], FAILED, what))
 
 

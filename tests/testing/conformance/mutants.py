@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -436,6 +437,27 @@ class GivesNoReason(Reference):
 class DiesOnCopies(Reference):
     def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
         if plan.lane is Lane.COPY:
+            ctypes.string_at(0)
+        super().swap_blocks(plan, stream, keep)
+
+
+class DiesWhenItIsClosed(Reference):
+    def close(self) -> None:
+        super().close()
+        os._exit(1)
+
+
+class WritesIntoEveryPipe(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        for descriptor in range(3, 20):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"nonsense\n")
+        super().swap_blocks(plan, stream, keep)
+
+
+class DiesWithLargePages(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        if plan.nbytes > 32 << 20:
             ctypes.string_at(0)
         super().swap_blocks(plan, stream, keep)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.cli import main
 from kvoffload.core.errors import BackendUnavailableError, BrokenBackendError
-from kvoffload.testing.conformance import CHECKS, Outcome, verify as verify_module
+from kvoffload.testing.conformance import CHECKS, Guarantee, Outcome, verify as verify_module
 from kvoffload.testing.conformance.child import Request
 from kvoffload.testing.conformance.report import Report, VariantReport
 from kvoffload.testing.conformance.run import FAILED, PASSED, SKIPPED
@@ -49,6 +49,33 @@ def test_a_process_that_answers_nobody_is_killed(monkeypatch: pytest.MonkeyPatch
     hung, went_on = report.outcomes
     assert (hung.outcome, "the process hung" in hung.reason) == (FAILED, True)
     assert went_on.outcome == PASSED
+
+
+def test_a_process_that_dies_between_checks_fails_the_next_one() -> None:
+    report = verify("DiesWhenItIsClosed", STORE, PROBE)
+    assert [outcome.outcome for outcome in report.outcomes] == [FAILED, FAILED]
+    assert "ended with exit code 1" in report.outcomes[0].reason
+
+
+def test_a_backend_that_writes_into_the_kits_pipe_fails_its_check() -> None:
+    report = verify("WritesIntoEveryPipe", STORE, PROBE)
+    wrong, went_on = report.outcomes
+    assert (wrong.outcome, "a pipe that is not its own" in wrong.reason) == (FAILED, True)
+    assert went_on.outcome == PASSED
+
+
+def test_a_process_that_dies_while_it_is_measured_has_failed() -> None:
+    request = Request(None, f"{HERE}:DiesWithLargePages", checks=[PROBE])
+    report = verify_variant(request)
+    assert report.level is None
+    assert report.outcomes[-1].outcome == FAILED
+    assert "died of signal 11" in report.outcomes[-1].reason
+
+
+def test_what_is_claimed_and_then_withdrawn_is_no_level() -> None:
+    skipped = Outcome("a", Guarantee.ASYNCHRONY.value, SKIPPED, "not for this memory")
+    report = VariantReport("1", "d", True, [*outcomes(PASSED), skipped], Speed(0.9, 0.9))
+    assert report.level == "correct"
 
 
 def test_a_backend_that_cannot_be_made_is_broken() -> None:
