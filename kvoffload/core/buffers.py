@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from kvoffload.core.specs import IntArray
@@ -13,7 +15,7 @@ LARGEST = 1 << 22
 
 
 class BufferPool:
-    """int64 buffers, lent until they are given back.
+    """int64 buffers, lent until they are given back; safe to call from several threads.
 
     Args:
         keep: at most so many idle buffers are kept; the smallest go first. One of more than
@@ -23,26 +25,29 @@ class BufferPool:
     def __init__(self, keep: int = 4) -> None:
         self._keep = keep
         self._idle: list[IntArray] = []
+        self._lock = threading.Lock()
         self.lent = 0
         """Buffers that are in use now."""
 
     def borrow(self, length: int) -> IntArray:
         """A buffer of at least ``length`` elements, with any content."""
-        self.lent += 1
-        # Ascending by size: the first that fits is the smallest that does.
-        for position, buffer in enumerate(self._idle):
-            if len(buffer) >= length:
-                return self._idle.pop(position)
+        with self._lock:
+            self.lent += 1
+            # Ascending by size: the first that fits is the smallest that does.
+            for position, buffer in enumerate(self._idle):
+                if len(buffer) >= length:
+                    return self._idle.pop(position)
         capacity = max(SMALLEST, 1 << max(length - 1, 0).bit_length())
         return np.empty(capacity, dtype=np.int64)
 
     def give_back(self, buffer: IntArray) -> None:
         """Nobody uses the buffer any more."""
-        self.lent -= 1
-        if len(buffer) <= LARGEST:
-            self._idle.append(buffer)
-            self._idle.sort(key=len)
-        del self._idle[: max(len(self._idle) - self._keep, 0)]
+        with self._lock:
+            self.lent -= 1
+            if len(buffer) <= LARGEST:
+                self._idle.append(buffer)
+                self._idle.sort(key=len)
+            del self._idle[: max(len(self._idle) - self._keep, 0)]
 
     @property
     def idle_bytes(self) -> int:

@@ -463,6 +463,8 @@ class TransferEngine:
     def _work_of(self, job: _Job) -> int:
         """Pieces of work that the job takes at most, if none of its pages are adjacent."""
         capabilities = self.backend.capabilities
+        if capabilities.queue_depth is None:
+            return 0  # nobody asks
         if not capabilities.batch_copy:
             return WORK_PER_JOB + job.plan.most_copies
         if capabilities.max_batch is None:

@@ -34,8 +34,8 @@ class CpuBackend(ThreadBackend):
     def probe(self) -> Probe:
         return Probe(True, "host memory; needs no accelerator")
 
-    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:
+    def swap_blocks(self, plan: CopyPlan, stream: Stream, keep: Keep[Any]) -> None:  # noqa: ARG002 - the job keeps its plan
         if not isinstance(stream, ThreadStream):
             raise TypeError(f"not a stream of this backend: {stream!r}")
-        copies = keep(lower(plan))
-        stream.submit(lambda: run_copies(copies))
+        # Lowered by the stream's thread as well: the plan stays as it is until the job has ended.
+        stream.submit(lambda: run_copies(lower(plan)))
