@@ -477,7 +477,7 @@ def plan_transfer(
         blocks, sizes = _without_null_chunks(blocks, sizes, factor, null_block)
     # A block per chunk is the common case, and cheap: each call of numpy counts here.
     touched = sizes if factor == 1 else chunks_touched(sizes, first, factor)
-    if int(touched.sum()) != len(host.block_ids):
+    if sum(touched.tolist()) != len(host.block_ids):
         raise BlockCountError(
             f"{sizes.tolist()} device blocks entered at {first.tolist()} touch "
             f"{touched.tolist()} chunks of {factor} blocks, but "

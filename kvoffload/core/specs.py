@@ -26,7 +26,7 @@ def as_ids(values: BlockIds, what: str) -> IntArray:
         SpecError: the values are not integers, or not one-dimensional.
     """
     try:
-        array = np.asarray(values)
+        array = np.array(values)  # a copy, whatever it was
     except ValueError as error:
         raise SpecError(
             f"{what} must be a one-dimensional sequence of integers: {error}"
@@ -40,7 +40,7 @@ def as_ids(values: BlockIds, what: str) -> IntArray:
         )
     if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise SpecError(f"{what} must fit in 63 bits, not {int(array.max())}")
-    own = np.array(array, dtype=np.int64)
+    own = array if array.dtype == np.int64 else array.astype(np.int64)
     own.flags.writeable = False
     return own
 
@@ -99,16 +99,15 @@ class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
         indices = [0] * len(self.group_sizes) if block_indices is None else block_indices
         self.block_indices: IntArray = as_ids(indices, "block_indices")
         """int64[groups], read-only."""
-        if len(self.group_sizes) and int(self.group_sizes.min()) < 0:
-            raise BlockCountError(f"group_sizes must not be negative: {self.group_sizes.tolist()}")
-        if len(self.block_indices) and int(self.block_indices.min()) < 0:
+        # There are few groups: lists are cheaper than calls of numpy, and do not wrap.
+        listed, entered = self.group_sizes.tolist(), self.block_indices.tolist()
+        if min(listed, default=0) < 0:
+            raise BlockCountError(f"group_sizes must not be negative: {listed}")
+        if min(entered, default=0) < 0:
+            raise BlockCountError(f"block_indices must not be negative: {entered}")
+        if sum(listed) != len(self.block_ids):
             raise BlockCountError(
-                f"block_indices must not be negative: {self.block_indices.tolist()}"
-            )
-        total = sum(self.group_sizes.tolist())  # in integers that do not wrap
-        if total != len(self.block_ids):
-            raise BlockCountError(
-                f"group_sizes {self.group_sizes.tolist()} add up to {total}, "
+                f"group_sizes {listed} add up to {sum(listed)}, "
                 f"but there are {len(self.block_ids)} block_ids"
             )
         if len(self.block_indices) != len(self.group_sizes):
