@@ -141,6 +141,9 @@ Stream* stream_of_handle(const void* handle);  // null if there is none
 std::vector<Stream*> streams(int device);
 void synchronize_device(int device);
 
+// Somebody captures a graph, and nobody may ask how far the device is: until it is false again.
+std::atomic<bool>& global_capture();
+
 // What a driver or torch is asked to do by name, and may be told to refuse: 0 if it is not.
 int injected_failure(const char* call);
 
