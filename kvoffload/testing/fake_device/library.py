@@ -145,8 +145,8 @@ class FakeDevice:
         self.library.fake_set_capturing(stream.device_index, stream.stream_id, capturing)
 
     def set_global_capture(self, capturing: bool) -> None:
-        """Somewhere a graph is being captured in CUDA's global mode: asking an event or a stream how
-        far it is raises in every thread, although nothing has stopped."""
+        """A graph is being captured in CUDA's global mode: asking an event or a stream how far
+        it is raises in every thread, although nothing has stopped."""
         self.library.fake_set_global_capture(capturing)
 
     def priority(self, stream: torch.Stream) -> int:

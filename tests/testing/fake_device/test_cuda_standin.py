@@ -866,7 +866,7 @@ def test_host_memory_in_another_order_than_the_streams_is_read_at_the_call(
     driver.fake.release(stream.torch)
     assert stream.error() == ""
     expected = 6 if order == IN_STREAM_ORDER else 5
-    assert copies.there.cpu().unique().tolist() == [expected]
+    assert set(copies.there.tolist()) == {expected}
 
 
 @pytest.mark.parametrize("new", [False, True])
