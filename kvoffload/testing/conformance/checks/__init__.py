@@ -2,9 +2,13 @@
 
 from kvoffload.testing.conformance.checks import (
     claims as claims,
+    clock as clock,
     inputs as inputs,
     life as life,
+    lives as lives,
     order as order,
     pages as pages,
     resources as resources,
+    shapes as shapes,
+    streams as streams,
 )
