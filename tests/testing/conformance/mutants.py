@@ -24,10 +24,17 @@ MUTANTS: dict[str, tuple[type[Reference], Guarantee]] = {}
 """By name: the backend, and the guarantee that it breaks."""
 
 
+RUN_ON = (
+    *(Guarantee.ORDER, Guarantee.INPUTS, Guarantee.ASYNCHRONY),
+    *(Guarantee.ENDS_ONCE, Guarantee.QUIET_EXIT),
+)
+"""Who breaks these may still copy when it should have ended."""
+
+
 def breaks(guarantee: Guarantee) -> Callable[[type[Reference]], type[Reference]]:
     def register(backend: type[Reference]) -> type[Reference]:
         MUTANTS[backend.__name__] = (backend, guarantee)
-        backend.runs_on = guarantee is not Guarantee.ACCOUNTING
+        backend.runs_on = guarantee in RUN_ON
         return backend
 
     return register
