@@ -90,6 +90,7 @@ class Lab:
         self.rig = rig_for(backend)
         self._job_deadline = job_deadline
         self._job_ids = itertools.count(1)
+        self._ended: dict[int, TransferResult] = {}  # collected, and not told by finish()
         self._stack = contextlib.ExitStack()
         self._shared: torch.Tensor | None = None
         self._guarded = [self._allocate(t) for t in range(len(cache.pages))]
@@ -319,8 +320,14 @@ class Lab:
     def finish(self, *job_ids: int) -> list[TransferResult]:
         """Wait for the jobs; their results, in the order of the ids."""
         self.worker.wait(job_ids)
-        results = {result.job_id: result for result in self.worker.get_finished()}
-        return [results[job_id] for job_id in job_ids]
+        self.collect()
+        return [self._ended.pop(job_id) for job_id in job_ids]
+
+    def collect(self) -> list[TransferResult]:
+        """What has ended since the last call; :meth:`finish` still tells of it."""
+        results = self.worker.get_finished()
+        self._ended.update({result.job_id: result for result in results})
+        return results
 
     def succeed(self, *job_ids: int) -> None:
         """Wait for the jobs; all must have succeeded.
