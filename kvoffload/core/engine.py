@@ -813,6 +813,7 @@ class TransferEngine:
                     self.backend.unbind()
                 finally:
                     self.backend.bound = False
+                    self.caches = CanonicalKVCaches([], [])
                     self.host.release()
             return True
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -133,19 +134,37 @@ class DeviceRig(ABC):
 
     @abstractmethod
     def hold(self) -> None:
-        """Stop the caller's stream: device work enqueued from here on waits for a release.
+        """Stop the caller's stream: device work enqueued there from here on waits for a release.
 
         A device without a gate is kept busy for a while instead: see :attr:`holding`.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Let the caller's stream go on. Harmless when it is not held; from any thread."""
+        """Let every held stream go on. Harmless when there is none; from any thread."""
 
     @property
     @abstractmethod
     def holding(self) -> bool:
-        """The caller's stream is held, and nobody has released it."""
+        """A stream is held, and nobody has released it."""
+
+    @abstractmethod
+    def other_stream(self) -> AbstractContextManager[None]:
+        """Within, another stream than the rig's is the calling thread's current stream.
+
+        In any thread, and always the same one: :meth:`compute` and :meth:`hold` go there.
+        """
+
+    def capturing(self) -> AbstractContextManager[None] | None:
+        """Within, the caller's stream is being captured into a graph; None if the rig cannot."""
+        return None
+
+    def is_lowest_priority(self, stream: Any) -> bool | None:  # noqa: ARG002 - for rigs that can tell
+        """No stream of the device has a lower priority than this; None if nobody can tell."""
+        return None
+
+    def step(self) -> None:  # noqa: B027 - most devices have nothing to do here
+        """Let a device go on that runs only while somebody waits for it."""
 
     def inject(self, fault: Fault, lane: Lane) -> None:
         """Let the next copy of ``lane`` fail. Only what :attr:`faults` names."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -29,6 +30,8 @@ class ThreadRig(DeviceRig):
     def __init__(self, backend: ThreadBackend) -> None:
         self._backend = backend
         self._compute = ThreadStream("kvoffload-compute")
+        self._other: ThreadStream | None = None
+        self._here = threading.local()
         self._gate = threading.Event()
         self._gate.set()
         self._current = backend.use_stream(self._compute)
@@ -43,7 +46,11 @@ class ThreadRig(DeviceRig):
         reads: Iterable[int] = (),  # noqa: ARG002 - thread streams need no declaration
         writes: Iterable[int] = (),  # noqa: ARG002
     ) -> None:
-        self._compute.submit(work)
+        self._caller().submit(work)
+
+    def _caller(self) -> ThreadStream:
+        stream: ThreadStream = getattr(self._here, "stream", self._compute)
+        return stream
 
     def scatter(self, tensor: torch.Tensor, rows: IntArray, data: Bytes) -> None:
         tensor.numpy()[rows] = data
@@ -53,13 +60,13 @@ class ThreadRig(DeviceRig):
         return taken
 
     def synchronize(self) -> None:
-        self._compute.synchronize()
-        for stream in self._backend.streams.values():
+        own = (self._compute,) if self._other is None else (self._compute, self._other)
+        for stream in (*own, *self._backend.streams.values()):
             stream.synchronize()
 
     def hold(self) -> None:
         self._gate.clear()
-        self._compute.submit(lambda: void(self._gate.wait()))
+        self._caller().submit(lambda: void(self._gate.wait()))
 
     def release(self) -> None:
         self._gate.set()
@@ -67,6 +74,17 @@ class ThreadRig(DeviceRig):
     @property
     def holding(self) -> bool:
         return not self._gate.is_set()
+
+    @contextlib.contextmanager
+    def other_stream(self) -> Iterator[None]:
+        if self._other is None:
+            self._other = ThreadStream("kvoffload-compute-other")
+        with self._backend.use_stream(self._other):
+            self._here.stream = self._other
+            try:
+                yield
+            finally:
+                del self._here.stream
 
     def one_copy(
         self,
@@ -114,3 +132,5 @@ class ThreadRig(DeviceRig):
         self._current.__exit__(None, None, None)
         self.release()
         self._compute.close()
+        if self._other is not None:
+            self._other.close()

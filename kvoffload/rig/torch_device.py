@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -17,8 +20,28 @@ from kvoffload.rig.base import Bytes, DeviceRig
 
 HOLD_SECONDS = 0.5
 """How long a stream that has no gate is kept busy: much longer than a check needs to submit."""
-BUSY_SIZE = 1024
-"""Rows and columns of the matrix product that keeps it busy."""
+MOST_PRODUCTS = 200
+"""That keep it busy: streams hold some 1,024 pieces of work, and then enqueuing blocks."""
+SMALLEST, LARGEST, SIZE_STEP = 1024, 16 * 1024, 256
+"""Rows and columns of the matrices."""
+SAMPLE = 20
+"""Products that are timed."""
+
+
+def busy_work(seconds_of: Callable[[int, int], float]) -> tuple[int, int]:
+    """How large the matrices are, and how many products of them fill :data:`HOLD_SECONDS`.
+
+    Args:
+        seconds_of: what so many products of matrices of this size take.
+    """
+    size = SMALLEST
+    while True:
+        products = int(SAMPLE * HOLD_SECONDS / seconds_of(size, SAMPLE)) + 1
+        if products <= MOST_PRODUCTS or size >= LARGEST:
+            return size, products
+        grown = size * (products / MOST_PRODUCTS) ** (1 / 3)
+        steps = max(math.ceil(grown / SIZE_STEP), size // SIZE_STEP + 1)
+        size = min(steps * SIZE_STEP, LARGEST)
 
 
 class TorchRig(DeviceRig):
@@ -37,8 +60,10 @@ class TorchRig(DeviceRig):
         self.stream = torch.Stream(self.device)
         self._before: torch.Stream | None = None
         self._kept: list[torch.Tensor] = []  # until the device has been synchronised
-        self._held: torch.Event | None = None
-        self._products: int | None = None  # that fill HOLD_SECONDS
+        self._other: torch.Stream | None = None
+        self._here = threading.local()
+        self._held: list[torch.Event] = []
+        self._busy: tuple[int, int] | None = None  # size and number of products, once measured
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         try:
@@ -83,27 +108,50 @@ class TorchRig(DeviceRig):
         self._kept.clear()
 
     def hold(self) -> None:
-        matrix = torch.ones(BUSY_SIZE, BUSY_SIZE, device=self.device)
-        if self._products is None:
-            torch.mm(matrix, matrix)
-            torch.accelerator.synchronize(self.device)
-            began = time.perf_counter()
-            for _ in range(100):
-                torch.mm(matrix, matrix)
-            torch.accelerator.synchronize(self.device)
-            self._products = int(100 * HOLD_SECONDS / (time.perf_counter() - began)) + 1
-        for _ in range(self._products):
-            self._kept.append(torch.mm(matrix, matrix))
-            del self._kept[-1]
-        self._held = torch.Event(self.device)
-        self._held.record(torch.accelerator.current_stream(self.device))
+        if self._busy is None:
+            self._busy = busy_work(self._seconds_of)
+        self._multiply(*self._busy)
+        self._held = [event for event in self._held if not event.query()]
+        self._held.append(self._caller().record_event(torch.Event(self.device)))
+
+    def _multiply(self, size: int, products: int) -> None:
+        matrix = torch.ones(size, size, device=self.device)
+        result = torch.empty_like(matrix)
+        for _ in range(products):
+            torch.mm(matrix, matrix, out=result)
+        self._kept += [matrix, result]
+
+    def _seconds_of(self, size: int, products: int) -> float:
+        self._multiply(size, 1)
+        self.synchronize()
+        began = time.perf_counter()
+        self._multiply(size, products)
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def _caller(self) -> torch.Stream:
+        stream: torch.Stream = getattr(self._here, "stream", self.stream)
+        return stream
 
     def release(self) -> None:
         """It goes on by itself."""
 
     @property
     def holding(self) -> bool:
-        return self._held is not None and not self._held.query()
+        return not all(event.query() for event in self._held)
+
+    @contextlib.contextmanager
+    def other_stream(self) -> Iterator[None]:
+        if self._other is None:
+            self._other = torch.Stream(self.device)
+        before = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(self._other)
+        self._here.stream = self._other
+        try:
+            yield
+        finally:
+            del self._here.stream
+            torch.accelerator.set_stream(before)
 
     def one_copy(self, nbytes: int, lane: Lane) -> Callable[[], None] | None:
         host = _pinned(torch.zeros(nbytes, dtype=torch.uint8))

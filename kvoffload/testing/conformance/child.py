@@ -152,10 +152,10 @@ def _maker(request: Request) -> Callable[[], Any]:
 
         load()
         made_there = named_class(request.backend_class)
-        return lambda: made_there(DEVICE)
+        return lambda: made_there(request.device or DEVICE)
     from kvoffload.testing.fake_device.make import maker
 
-    return maker(str(request.backend), request.variant)
+    return maker(str(request.backend), request.variant, request.device)
 
 
 if __name__ == "__main__":

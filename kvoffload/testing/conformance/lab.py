@@ -31,6 +31,8 @@ GUARD = 241
 """The tag of the rows before and behind every tensor, which nothing may touch."""
 NEVER = -1
 """The tag of what was never written: zeros."""
+PERIOD = 251
+"""After so many bytes, and so many tags, contents repeat."""
 SHUTDOWN_SECONDS = 10.0
 """How long a lab waits for its jobs when it is closed."""
 
@@ -64,8 +66,8 @@ class Lab:
     """Tensors, a worker over them, and a rig that holds the device.
 
     Blocks are known by tags: page ``t`` of a block that is filled with tag ``x`` holds
-    ``(7 * x + 13 * t + offset) % 251`` at each offset. Stores, loads and copies that are submitted
-    here change the model in the order of their submission; :meth:`check` compares all of it.
+    ``(7 * x + 13 * t + offset) % PERIOD`` at each offset. Stores, loads and copies that are
+    submitted here change the model in the order of their submission; :meth:`check` compares all.
 
     Args:
         backend: a fresh one; the lab shuts it down.
@@ -88,7 +90,9 @@ class Lab:
         self.rig = rig_for(backend)
         self._job_deadline = job_deadline
         self._job_ids = itertools.count(1)
+        self._ended: dict[int, TransferResult] = {}  # collected, and not told by finish()
         self._stack = contextlib.ExitStack()
+        self._shared: torch.Tensor | None = None
         self._guarded = [self._allocate(t) for t in range(len(cache.pages))]
         self.tensors = [guarded[1:-1] for guarded in self._guarded]
         self.device = np.full((len(cache.pages), cache.blocks), NEVER)
@@ -105,7 +109,7 @@ class Lab:
             whole = self.rig.allocate(rows * row).view(rows, row)
             return whole[:, : cache.pages[tensor]]
         row = sum(cache.pages) + cache.gap
-        if tensor == 0:
+        if self._shared is None:
             self._shared = self.rig.allocate(rows * row).view(rows, row)
         first = sum(cache.pages[:tensor])
         return self._shared[:, first : first + cache.pages[tensor]]
@@ -139,6 +143,15 @@ class Lab:
         units = max(self.worker.num_chunks) * self.cache.factor
         return np.full((len(self.cache.pages), units), NEVER)
 
+    def let_go(self) -> None:
+        """Unregister, and forget the tensors: nothing here holds device memory any more."""
+        self.worker.unregister()
+        self.engine.caches = CanonicalKVCaches([], [])
+        self.tensors.clear()
+        self._guarded.clear()
+        self._shared = None
+        self.rig.synchronize()
+
     def __enter__(self) -> Self:
         self._stack.enter_context(self.rig)
         rows = np.array([0, self.cache.blocks + 1])
@@ -164,10 +177,12 @@ class Lab:
 
     def content(self, tags: Sequence[int] | IntArray, tensor: int) -> Bytes:
         """What pages of a tensor hold: uint8 ``(len(tags), page)``."""
-        numbers = np.asarray(tags)[:, None]
-        offsets = np.arange(self.cache.pages[tensor])
-        values = (7 * numbers + 13 * tensor + offsets) % 251
-        return np.where(numbers == NEVER, 0, values).astype(np.uint8)
+        page, numbers = self.cache.pages[tensor], np.asarray(tags, dtype=np.int64)
+        ramp = (np.arange(PERIOD + page - 1) % PERIOD).astype(np.uint8)
+        rows = np.lib.stride_tricks.sliding_window_view(ramp, page)
+        content: Bytes = rows[(7 * numbers + 13 * tensor) % PERIOD]
+        content[numbers == NEVER] = 0
+        return content
 
     # ------------------------------------------------------------------------- device work
     def hold(self) -> None:
@@ -305,8 +320,14 @@ class Lab:
     def finish(self, *job_ids: int) -> list[TransferResult]:
         """Wait for the jobs; their results, in the order of the ids."""
         self.worker.wait(job_ids)
-        results = {result.job_id: result for result in self.worker.get_finished()}
-        return [results[job_id] for job_id in job_ids]
+        self.collect()
+        return [self._ended.pop(job_id) for job_id in job_ids]
+
+    def collect(self) -> list[TransferResult]:
+        """What has ended since the last call; :meth:`finish` still tells of it."""
+        results = self.worker.get_finished()
+        self._ended.update({result.job_id: result for result in results})
+        return results
 
     def succeed(self, *job_ids: int) -> None:
         """Wait for the jobs; all must have succeeded.
@@ -343,11 +364,13 @@ class Lab:
                 ),
             )
 
-    def check_host(self) -> None:
-        """As :meth:`check`, in host memory alone."""
+    def check_host(self, chunks: Sequence[int] | None = None) -> None:
+        """As :meth:`check`, in host memory alone: all of it, or these chunks where it is large."""
         side, memory = self.engine.geometry.host, self.engine.host.memory
         for number, page in enumerate(self.cache.pages):
             units = np.arange(int(side.count[number]) * side.factor)
+            if chunks is not None:
+                units = units[np.isin(units // side.factor, chunks)]
             first = (
                 side.base[number]
                 - memory.address
@@ -355,12 +378,13 @@ class Lab:
                 + units % side.factor * side.lo[number]
             )
             found = memory.numpy()[first[:, None] + np.arange(page)]
-            wanted = self.content(self.host[number, : len(units)], number)
+            wanted = self.content(self.host[number, units], number)
             _compare(
                 found,
                 wanted,
-                lambda unit, t=number: (  # type: ignore[misc]
-                    f"chunk {unit // side.factor}, piece {unit % side.factor} of tensor {t}"
+                lambda row, t=number, units=units: (  # type: ignore[misc]
+                    f"chunk {units[row] // side.factor}, piece {units[row] % side.factor} "
+                    f"of tensor {t}"
                 ),
             )
 

@@ -69,6 +69,7 @@ class FakeDevice:
             "fake_release": [ctypes.c_int, integer],
             "fake_fail_next": [ctypes.c_int, integer, ctypes.c_int],
             "fake_set_capturing": [ctypes.c_int, integer, ctypes.c_int],
+            "fake_set_global_capture": [ctypes.c_int],
             "fake_priority": [ctypes.c_int, integer],
             "fake_delay": [integer],
             "fake_fail_call": [ctypes.c_char_p, integer, integer, ctypes.c_int],
@@ -143,6 +144,11 @@ class FakeDevice:
         """The stream is being captured into a graph."""
         self.library.fake_set_capturing(stream.device_index, stream.stream_id, capturing)
 
+    def set_global_capture(self, capturing: bool) -> None:
+        """A graph is being captured in CUDA's global mode: asking an event or a stream how far
+        it is raises in every thread, although nothing has stopped."""
+        self.library.fake_set_global_capture(capturing)
+
     def priority(self, stream: torch.Stream) -> int:
         """Of the stream: 0 is the lowest, -5 the highest."""
         priority: int = self.library.fake_priority(stream.device_index, stream.stream_id)
@@ -153,7 +159,7 @@ class FakeDevice:
         self.library.fake_delay(int(seconds * 1e6))
 
     def calm(self) -> None:
-        """Nothing is held, nothing delayed, no failure of a call planned."""
+        """Nothing is held, delayed or captured, and no failure of a call is planned."""
         self.library.fake_calm()
 
     def peek(self, address: int, nbytes: int) -> Bytes:

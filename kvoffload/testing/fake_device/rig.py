@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from kvoffload.core.backend import Backend
@@ -25,7 +30,7 @@ class FakeRig(TorchRig):
         self.fake = load()
         self._backend = backend
         self._gathered: list[Bytes] = []  # until the stream has come to them
-        self._closed = False
+        self._closed: set[torch.Stream] = set()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # zero, and sparse
@@ -47,16 +52,33 @@ class FakeRig(TorchRig):
         self._gathered.clear()
 
     def hold(self) -> None:
-        self._closed = True
-        self.fake.hold(self.stream)
+        stream = self._caller()
+        self._closed.add(stream)
+        self.fake.hold(stream)
 
     def release(self) -> None:
-        self._closed = False
-        self.fake.release(self.stream)
+        while self._closed:
+            self.fake.release(self._closed.pop())
 
     @property
     def holding(self) -> bool:
-        return self._closed
+        return bool(self._closed)
+
+    def capturing(self) -> AbstractContextManager[None] | None:
+        # Before torch 2.13, its generic streams do not tell.
+        return self._capturing() if hasattr(self.stream, "is_capturing") else None
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        stream = self._caller()
+        self.fake.set_capturing(stream, True)
+        try:
+            yield
+        finally:
+            self.fake.set_capturing(stream, False)
+
+    def is_lowest_priority(self, stream: Any) -> bool | None:
+        return self.fake.priority(stream) == 0 if isinstance(stream, torch.Stream) else None
 
     def inject(self, fault: Fault, lane: Lane) -> None:
         stream = self._backend.new_stream(lane)

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 from kvoffload.core.backend import Backend
 from kvoffload.testing.fake_device.library import DEVICE_TYPE, FakeDevice
-
-MakeOnFake: TypeAlias = Callable[[FakeDevice], Backend]
 
 DEFAULT_VARIANT = "default"
 """Of a backend that has no driver of its own."""
 DEVICE = f"{DEVICE_TYPE}:0"
 
 
+class MakeOnFake(Protocol):
+    """Makes a backend on one of the fake devices."""
+
+    def __call__(self, fake: FakeDevice, device: str = DEVICE) -> Backend: ...
+
+
 def _cuda(driver_version: int) -> MakeOnFake:
-    def make(fake: FakeDevice) -> Backend:
+    def make(fake: FakeDevice, device: str = DEVICE) -> Backend:
         from kvoffload.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(DEVICE, library=fake.cuda_driver(driver_version))
+        return CudaBackend(device, library=fake.cuda_driver(driver_version))
 
     return make
 
 
 def _rocm(runtime_version: int) -> MakeOnFake:
-    def make(fake: FakeDevice) -> Backend:
+    def make(fake: FakeDevice, device: str = DEVICE) -> Backend:
         from kvoffload.backends.rocm.backend import RocmBackend
 
-        return RocmBackend(DEVICE, library=fake.hip_runtime(runtime_version))
+        return RocmBackend(device, library=fake.hip_runtime(runtime_version))
 
     return make
 
 
 def _hpu(*, lazy: bool) -> MakeOnFake:
-    def make(fake: FakeDevice) -> Backend:
+    def make(fake: FakeDevice, device: str = DEVICE) -> Backend:
         from kvoffload.backends.hpu.backend import HpuBackend
         from kvoffload.testing.fake_device.hpu import FakeHabana
 
-        return HpuBackend(DEVICE, FakeHabana(fake, lazy=lazy))
+        return HpuBackend(device, FakeHabana(fake, lazy=lazy))
 
     return make
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self
 
 import torch
@@ -12,7 +13,7 @@ from kvoffload.core.lanes import Lane
 from kvoffload.core.specs import IntArray
 from kvoffload.rig import Bytes, DeviceRig, Fault, register_rig
 from kvoffload.testing.simulator.backend import SimBackend
-from kvoffload.testing.simulator.world import SimFault
+from kvoffload.testing.simulator.world import SimFault, SimStream
 
 
 class SimRig(DeviceRig):
@@ -26,6 +27,8 @@ class SimRig(DeviceRig):
 
     def __init__(self, backend: SimBackend) -> None:
         self.world = backend.world
+        self._other: SimStream | None = None
+        self._held: list[SimStream] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return HostMemory(nbytes).tensor
@@ -57,13 +60,29 @@ class SimRig(DeviceRig):
 
     def hold(self) -> None:
         self.world.compute.held = True
+        self._held.append(self.world.compute)
 
     def release(self) -> None:
-        self.world.compute.held = False
+        while self._held:
+            self._held.pop().held = False
 
     @property
     def holding(self) -> bool:
-        return self.world.compute.held
+        return bool(self._held)
+
+    @contextlib.contextmanager
+    def other_stream(self) -> Iterator[None]:
+        """For all threads: nobody else may submit meanwhile."""
+        if self._other is None:
+            self._other = SimStream(self.world, "compute")
+        before, self.world.compute = self.world.compute, self._other
+        try:
+            yield
+        finally:
+            self.world.compute = before
+
+    def step(self) -> None:
+        self.advance(1)
 
     def inject(self, fault: Fault, lane: Lane) -> None:
         self.world.inject(SimFault(fault.value), lane)

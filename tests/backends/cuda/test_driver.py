@@ -371,3 +371,12 @@ def test_calls_are_made_beside_captures_and_the_mode_is_put_back(lab: Lab) -> No
     lab.succeed(lab.store([1], [0]))
     assert inside == [2]
     assert mode() == 0
+
+
+def test_polling_beside_a_capture_is_answered(fake: FakeDevice, lab: Lab) -> None:
+    job = lab.store([1], [0], after=None)
+    lab.rig.synchronize()
+    fake.set_global_capture(True)
+    results = lab.worker.get_finished()
+    fake.set_global_capture(False)
+    assert [(result.job_id, result.success) for result in results] == [(job, True)]

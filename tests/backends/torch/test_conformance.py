@@ -13,6 +13,7 @@ from kvoffload.core.backend import Backend
 from kvoffload.core.host_memory import HostMemory
 from kvoffload.core.kv_caches import CanonicalKVCaches
 from kvoffload.core.plan import Geometry, power_of_two
+from kvoffload.testing.conformance import Lab
 from kvoffload.testing.conformance.suite import BackendConformance
 from kvoffload.testing.fake_device import load
 
@@ -62,3 +63,16 @@ def test_the_lane_runs_on_the_fake_device() -> None:
     assert accelerator is not None
     assert accelerator.type == "fake"
     assert GenericBackend().device == torch.device("fake:0")
+
+
+def test_polling_during_a_capture_ends_no_job() -> None:
+    fake = load()
+    with Lab(GenericBackend("fake:0")) as lab:
+        lab.fill_all()
+        job = lab.store([1], [0])
+        lab.rig.synchronize()
+        fake.set_global_capture(True)
+        assert lab.worker.get_finished() == []
+        assert lab.engine.in_flight == [job]
+        fake.set_global_capture(False)
+        lab.succeed(job)

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,9 +25,17 @@ MUTANTS: dict[str, tuple[type[Reference], Guarantee]] = {}
 """By name: the backend, and the guarantee that it breaks."""
 
 
+RUN_ON = (
+    *(Guarantee.ORDER, Guarantee.INPUTS, Guarantee.ASYNCHRONY),
+    *(Guarantee.ENDS_ONCE, Guarantee.QUIET_EXIT),
+)
+"""Who breaks these may still copy when it should have ended."""
+
+
 def breaks(guarantee: Guarantee) -> Callable[[type[Reference]], type[Reference]]:
     def register(backend: type[Reference]) -> type[Reference]:
         MUTANTS[backend.__name__] = (backend, guarantee)
+        backend.runs_on = guarantee in RUN_ON
         return backend
 
     return register
@@ -49,6 +57,9 @@ class Piece(NamedTuple):
 class Reference(ThreadBackend):
     """Right, and as plain as can be: a page at a time, by the formula of a plan's sides."""
 
+    runs_on = False
+    """It may still copy when it should have ended."""
+
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
         self.device = torch.device(device or "cpu")
@@ -57,7 +68,8 @@ class Reference(ThreadBackend):
         return Probe(True, "the reference of the mutants")
 
     def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
-        ALIVE.append((caches, host.numpy()))
+        if self.runs_on:
+            ALIVE.append((caches, host.numpy()))
 
     def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
         pairs = slice(int(plan.bounds[group]), int(plan.bounds[group + 1]))
@@ -167,6 +179,16 @@ class EventsAreAlwaysReached(Reference):
         return HastyEvent()
 
 
+@breaks(Guarantee.ORDER)
+class StaysWithTheFirstStreamItSaw(Reference):
+    first: Any = None
+
+    def current_stream(self) -> Any:
+        if not isinstance(self.first, ThreadStream):
+            self.first = super().current_stream()
+        return self.first
+
+
 # ------------------------------------------------------------------------- inputs, asynchrony
 @breaks(Guarantee.INPUTS)
 class ReadsIndicesLate(Reference):
@@ -197,6 +219,20 @@ class MakesAStreamEveryTime(Reference):
     def close(self) -> None:
         for stream in self.made:
             stream.close()
+
+
+@breaks(Guarantee.ASYNCHRONY)
+class BlocksInCopiesOnTheDevice(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        super().swap_blocks(plan, stream, keep)
+        if plan.lane is Lane.COPY and plan.nbytes > 4096:
+            stream.synchronize()
+
+
+@breaks(Guarantee.ASYNCHRONY)
+class HasOneStreamForAllLanes(Reference):
+    def new_stream(self, lane: Lane) -> ThreadStream:
+        return super().new_stream(Lane.STORE)
 
 
 # --------------------------------------------------------------------------------------- bytes
@@ -298,6 +334,65 @@ class ForgetsCopiesOnTheDevice(Reference):
             super().swap_blocks(plan, stream, keep)
 
 
+class ShortensCopies(Reference):
+    most: int
+
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        return [piece._replace(size=min(piece.size, self.most)) for piece in super().pieces(plan)]
+
+
+@breaks(Guarantee.BYTES)
+class MovesAtMost64KiBOfAPage(ShortensCopies):
+    most = 64 << 10
+
+
+@breaks(Guarantee.BYTES)
+class MovesAtMost2MiBOfAPage(ShortensCopies):
+    most = 2 << 20
+
+
+@breaks(Guarantee.BYTES)
+class MovesAtMost512KiBOfARun(Reference):
+    def swap_blocks(self, plan: CopyPlan, stream: Any, keep: Keep[Any]) -> None:
+        runs = zip(*(column.tolist() for column in plan.descriptors()), strict=True)
+        pieces = keep([Piece(src, dst, min(size, 512 << 10)) for src, dst, size in runs])
+        stream.submit(lambda: move(pieces))
+
+
+@breaks(Guarantee.BYTES)
+class KnowsOnlyPowersOfTwoBlocksPerChunk(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        factor = plan.geometry.host.factor
+        return super().pieces(plan) if factor & (factor - 1) == 0 else []
+
+
+@breaks(Guarantee.BYTES)
+class MovesTwoGroupsAtMost(Reference):
+    def units(self, plan: CopyPlan, group: int) -> Iterator[tuple[int, int]]:
+        return super().units(plan, group) if group < 2 else iter(())
+
+
+@breaks(Guarantee.BYTES)
+class MovesWholeWordsInRows(Reference):
+    def pieces(self, plan: CopyPlan) -> list[Piece]:
+        host, pages = plan.geometry.host, plan.geometry.page_bytes
+        pieces = super().pieces(plan)
+        if (host.hi == pages * host.factor).all():
+            return pieces
+        return [piece._replace(size=piece.size & ~7) for piece in pieces]
+
+
+@breaks(Guarantee.BYTES)
+class TruncatesHostOffsetsTo31Bits(Reference):
+    def address(self, side: Side, tensor: int, unit: int) -> int:
+        whole, start = super().address(side, tensor, unit), int(side.start[0])
+        return start + ((whole - start) & 0x7FFFFFFF) if side is self.host else whole
+
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        super().bind(geometry, caches, host)
+        self.host = geometry.host
+
+
 # ---------------------------------------------------------------------------------------- life
 @breaks(Guarantee.ENDS_ONCE)
 class SwallowsAnError(Reference):
@@ -333,6 +428,19 @@ class LeavesItsThreads(Reference):
     def close(self) -> None:
         self.left += self.streams.values()
         self.streams = {}
+
+
+@breaks(Guarantee.QUIET_EXIT)
+class SharesItsStreamsWithOthers(Reference):
+    shared: dict[Lane, ThreadStream] = {}  # noqa: RUF012 - that is what is wrong
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.streams = self.shared
+
+    def close(self) -> None:
+        while self.shared:
+            self.shared.popitem()[1].close()
 
 
 @breaks(Guarantee.QUIET_EXIT)
@@ -381,6 +489,48 @@ class TakesTwiceTheMemory(Reference):
         return memory
 
 
+class KeptMemory(HostMemory):
+    kept: ClassVar[deque[object]] = deque(maxlen=50)
+
+    def release(self) -> None:
+        self.kept.append(self._mapping)
+        self._mapping = None
+        super().release()
+
+
+@breaks(Guarantee.MEMORY)
+class NeverGivesMemoryBack(Reference):
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
+        return KeptMemory(nbytes, numa_node=numa_node)
+
+
+class RecycledMemory(HostMemory):
+    pool: dict[int, tuple[Any, Any]] = {}  # noqa: RUF012 - that is what is wrong
+
+    def _allocate(self) -> Any:
+        if self.nbytes not in self.pool:
+            return super()._allocate()
+        self._mapping, array = self.pool.pop(self.nbytes)
+        return array
+
+    def release(self) -> None:
+        if self._array is not None:
+            self.pool[self.nbytes] = (self._mapping, self._array)
+        self._array = None
+
+
+@breaks(Guarantee.MEMORY)
+class RecyclesMemoryAsItIs(Reference):
+    def allocate_host(self, nbytes: int, numa_node: int | None = None) -> HostMemory:
+        return RecycledMemory(nbytes, numa_node=numa_node)
+
+
+@breaks(Guarantee.ACCOUNTING)
+class KeepsTheCaches(Reference):
+    def bind(self, geometry: Geometry, caches: CanonicalKVCaches, host: HostMemory) -> None:
+        self.caches = caches  # and never lets go
+
+
 # ------------------------------------------------------------------------ capabilities, probe
 @breaks(Guarantee.CAPABILITIES)
 class ClaimsPinnedMemory(Reference):
@@ -396,6 +546,28 @@ class WrongClock(ThreadEvent):
 class MeasuresNonsense(Reference):
     def new_event(self) -> ThreadEvent:
         return WrongClock()
+
+
+class StoppedClock(ThreadEvent):
+    def elapsed_time(self, end: ThreadEvent) -> float:
+        return 0.0
+
+
+@breaks(Guarantee.CAPABILITIES)
+class MeasuresNothing(Reference):
+    def new_event(self) -> ThreadEvent:
+        return StoppedClock()
+
+
+class SecondsClock(ThreadEvent):
+    def elapsed_time(self, end: ThreadEvent) -> float:
+        return super().elapsed_time(end) / 1e3
+
+
+@breaks(Guarantee.CAPABILITIES)
+class MeasuresInSeconds(Reference):
+    def new_event(self) -> ThreadEvent:
+        return SecondsClock()
 
 
 class MicrosecondClock(ThreadEvent):

@@ -11,10 +11,14 @@ from kvoffload.testing.conformance import CHECKS, Guarantee, Outcome, run_check
 from kvoffload.testing.conformance.run import FAILED, PASSED
 from tests.testing.conformance.mutants import (
     MUTANTS,
+    BlocksInCopiesOnTheDevice,
     BlocksInSwapBlocks,
     Hangs,
+    KeptMemory,
     LeavesItsThreads,
+    RecycledMemory,
     Reference,
+    SharesItsStreamsWithOthers,
 )
 
 
@@ -28,6 +32,9 @@ def _clean_up_after_mutants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Hangs.let_go.set()
     while LeavesItsThreads.left:
         LeavesItsThreads.left.pop().close()
+    KeptMemory.kept.clear()
+    RecycledMemory.pool.clear()
+    SharesItsStreamsWithOthers().close()
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -36,7 +43,7 @@ def test_the_reference_passes(name: str) -> None:
     assert outcome.outcome != FAILED, outcome.reason
 
 
-NEVER_END = (Hangs, BlocksInSwapBlocks)
+NEVER_END = (Hangs, BlocksInSwapBlocks, BlocksInCopiesOnTheDevice)
 """Those that are found by the deadline."""
 
 

@@ -855,6 +855,21 @@ def test_host_memory_may_be_read_in_any_order(
     assert torch.equal(back, other.cpu())
 
 
+@pytest.mark.parametrize("order", [DURING_THE_CALL, IN_ANY_ORDER, IN_STREAM_ORDER])
+def test_host_memory_in_another_order_than_the_streams_is_read_at_the_call(
+    driver: Driver, stream: Stream, copies: Copies, order: int
+) -> None:
+    copies.pinned.fill_(5)
+    driver.fake.hold(stream.torch)
+    answer = driver.batch(*copies[2:], stream.handle, orders=[order])
+    assert answer == (SUCCESS, NO_INDEX)
+    copies.pinned.fill_(6)
+    driver.fake.release(stream.torch)
+    assert stream.error() == ""
+    expected = 6 if order == IN_STREAM_ORDER else 5
+    assert set(copies.there.tolist()) == {expected}
+
+
 @pytest.mark.parametrize("new", [False, True])
 def test_every_byte_of_ten_thousand_copies_lands_where_it_should(
     driver: Driver, stream: Stream, rng: np.random.Generator, new: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -519,6 +520,40 @@ def test_a_stream_that_is_captured_says_so(fake: FakeDevice, stream: torch.Strea
     assert stream.is_capturing()
     fake.set_capturing(stream, False)
     assert not stream.is_capturing()
+
+
+def test_a_global_capture_lets_nobody_ask_how_far_the_device_is(
+    fake: FakeDevice, stream: torch.Stream
+) -> None:
+    event = stream.record_event()
+    answers: list[str] = []
+
+    def ask() -> None:
+        for query in (event.query, stream.query):
+            try:
+                answers.append(str(query()))
+            except RuntimeError as error:
+                answers.append(str(error).splitlines()[0])
+
+    def ask_in_another_thread() -> list[str]:
+        answers.clear()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return list(answers)
+
+    event.synchronize()
+    refused = "operation not permitted when stream is capturing"
+    fake.set_global_capture(True)
+    assert ask_in_another_thread() == [refused, refused]
+    with pytest.raises(RuntimeError, match=refused):
+        event.query()
+    event.synchronize()  # nothing has stopped
+    fake.set_global_capture(False)
+    assert ask_in_another_thread() == ["True", "True"]
+    fake.set_global_capture(True)
+    fake.calm()
+    assert event.query()
 
 
 def test_a_held_stream_goes_on_after_one_release_however_often_it_was_held(

@@ -11,6 +11,7 @@ namespace fake {
 struct Piece {
   Span dst, src;
   size_t size;
+  std::shared_ptr<const std::vector<char>> early = nullptr;  // what the source held at the call
 };
 
 // One copy of a batch is wrong.
@@ -20,7 +21,8 @@ struct PieceError : Error {
   size_t index;
 };
 
-// Throws what is wrong with a batch; `any_order` tells whether a source may be read at any time.
+// Throws what is wrong with a batch; `any_order` tells whether a source may be read at any time. Such a
+// source is read now: hardware may, and whoever relies on a later moment is wrong.
 inline std::vector<Piece> check_batch(const uintptr_t* dsts, const uintptr_t* srcs,
                                       const size_t* sizes, size_t count,
                                       const std::function<bool(size_t)>& any_order) {
@@ -36,8 +38,13 @@ inline std::vector<Piece> check_batch(const uintptr_t* dsts, const uintptr_t* sr
       if (!piece.dst.known() || !piece.src.known())
         throw Error("neither device memory nor registered host memory");
       // A read in any order may also come first: what the device still writes is then torn.
-      if (any_order(i) && piece.src.on_device())
+      const bool now = any_order(i);
+      if (now && piece.src.on_device())
         throw Error("device memory must be read in the order of the stream");
+      if (now) {
+        const auto source = piece.src.open();
+        piece.early = std::make_shared<const std::vector<char>>(source.data(), source.data() + sizes[i]);
+      }
       pieces.push_back(std::move(piece));
     } catch (const Error& error) {
       throw PieceError(i, error.what());
@@ -63,7 +70,9 @@ inline void push_copies(Stream& stream, const char* what, std::vector<Piece> pie
   const auto n = static_cast<int64_t>(pieces.size());
   stream.push(what, [pieces = std::move(pieces)] {
     for (const Piece& piece : pieces) {
-      memcpy(piece.dst.open().data(), piece.src.open().data(), piece.size);
+      const auto source = piece.src.open();
+      const char* data = piece.early ? piece.early->data() : source.data();
+      memcpy(piece.dst.open().data(), data, piece.size);
       counters().copied_bytes += static_cast<int64_t>(piece.size);
     }
   });

@@ -373,6 +373,11 @@ int& capture_mode() {
   return mode;
 }
 
+std::atomic<bool>& global_capture() {
+  static std::atomic<bool>& it = *new std::atomic<bool>{false};
+  return it;
+}
+
 int injected_failure(const char* call) {
   std::lock_guard<std::mutex> lock(failures().mutex);
   auto found = failures().planned.find(call);
@@ -404,6 +409,8 @@ void fake_set_capturing(int device, int64_t id, int capturing) {
   fake::stream(device, id).capturing = capturing != 0;
 }
 
+void fake_set_global_capture(int capturing) { fake::global_capture() = capturing != 0; }
+
 int fake_priority(int device, int64_t id) { return fake::stream(device, id).priority; }
 
 void fake_delay(int64_t microseconds) { fake::delay_us = microseconds; }
@@ -416,6 +423,7 @@ void fake_fail_call(const char* call, int64_t after, int64_t times, int code) {
 // Nothing held, nothing delayed, no failure planned.
 void fake_calm() {
   fake::delay_us = 0;
+  fake::global_capture() = false;
   {
     std::lock_guard<std::mutex> lock(fake::failures().mutex);
     fake::failures().planned.clear();

@@ -145,6 +145,9 @@ void synchronize_device(int device);
 // 2 relaxed, as CUDA and HIP number it.
 int& capture_mode();
 
+// Somebody captures a graph, and nobody may ask how far the device is: until it is false again.
+std::atomic<bool>& global_capture();
+
 // What a driver or torch is asked to do by name, and may be told to refuse: 0 if it is not.
 int injected_failure(const char* call);
 

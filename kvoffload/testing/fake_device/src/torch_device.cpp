@@ -121,6 +121,11 @@ struct CountedEvent {
 
 EventPtr event_of(void* event) { return static_cast<CountedEvent*>(event)->event; }
 
+void check_that_queries_are_allowed() {
+  TORCH_CHECK(!fake::global_capture() || fake::capture_mode() == 2,
+              "operation not permitted when stream is capturing");
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
   c10::Device getDevice() const override {
@@ -167,7 +172,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return stream.id() == 0 ? nullptr : &ours(stream);  // the default stream is NULL, as CUDA's
   }
-  bool queryStream(const c10::Stream& stream) const override { return ours(stream).idle(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    check_that_queries_are_allowed();
+    return ours(stream).idle();
+  }
   void synchronizeStream(const c10::Stream& stream) const override { ours(stream).synchronize(); }
   bool isStreamCapturing(const c10::Stream& stream) const override { return ours(stream).capturing; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -187,7 +195,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) ours(stream).wait(event_of(event));
   }
-  bool queryEvent(void* event) const override { return !event || event_of(event)->query(); }
+  bool queryEvent(void* event) const override {
+    check_that_queries_are_allowed();
+    return !event || event_of(event)->query();
+  }
   void synchronizeEvent(void* event) const override {
     if (event) event_of(event)->synchronize();
   }
