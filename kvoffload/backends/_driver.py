@@ -362,6 +362,10 @@ class DriverBackend(TorchBackend):
         with self.driver.beside_captures():
             return super().is_reached(event)
 
+    def seconds_between(self, start: Event, end: Event) -> float:
+        with self.driver.beside_captures():
+            return super().seconds_between(start, end)
+
     def wait_for(self, event: Event) -> None:
         with self.driver.beside_captures():
             super().wait_for(event)

@@ -174,6 +174,10 @@ class Backend(ABC):
         """
         return event.query()
 
+    def seconds_between(self, start: Event, end: Event) -> float:
+        """Seconds from one reached event to another: see :meth:`Event.elapsed_time`."""
+        return start.elapsed_time(end) / 1e3
+
     def wait_for(self, event: Event) -> None:
         """Block the calling thread: see :meth:`Event.synchronize`."""
         event.synchronize()

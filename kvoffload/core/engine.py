@@ -619,7 +619,7 @@ class TransferEngine:
         ):
             return None
         try:
-            return job.start.elapsed_time(job.end) / 1e3
+            return self.backend.seconds_between(job.start, job.end)
         except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
             job.error = _wrap(CopyError, "reading the copy's events failed", error)
             return None

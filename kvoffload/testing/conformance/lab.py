@@ -146,7 +146,6 @@ class Lab:
     def let_go(self) -> None:
         """Unregister, and forget the tensors: nothing here holds device memory any more."""
         self.worker.unregister()
-        self.engine.caches = CanonicalKVCaches([], [])
         self.tensors.clear()
         self._guarded.clear()
         self._shared = None

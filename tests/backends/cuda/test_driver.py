@@ -379,4 +379,4 @@ def test_polling_beside_a_capture_is_answered(fake: FakeDevice, lab: Lab) -> Non
     fake.set_global_capture(True)
     results = lab.worker.get_finished()
     fake.set_global_capture(False)
-    assert [(result.job_id, result.success) for result in results] == [(job, True)]
+    assert [(result.job_id, result.error) for result in results] == [(job, None)]
