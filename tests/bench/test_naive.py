@@ -68,7 +68,7 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(
     ("arguments", "says"),
     [
         (["--on", "gpu"], "there is only 'fake'"),
-        (["--on", "fake:nonsense"], "variants of hpu are eager, lazy"),
+        (["--on", "fake:nonsense"], "a variant of hpu 'fake:eager', 'fake:lazy'"),
         ([], "habana_frameworks.torch is not installed"),
         (["--pages", "64,x", "--on", "fake"], "--pages"),
         (["--backend", "cpu"], "no accelerator that torch knows"),
