@@ -217,7 +217,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyPlan]]:
         if plan.lane is Lane.LOAD:
             corrupt.append(plan)
             units = int(plan.src.count.min()) * plan.src.factor
-            plan.src_units[:] = (plan.src_units + 1) % units
+            plan.src_units = (plan.src_units + 1) % units
         right(self, plan, stream, keep)
 
     with monkeypatch.context() as patch:
