@@ -207,7 +207,7 @@ class RegisteredMemory(HostMemory):
                 for start in range(self.address, self.address + nbytes, piece_bytes):
                     driver.register(start, min(piece_bytes, self.address + nbytes - start))
                     self._registered.append(start)
-        except DriverError:
+        except BaseException:  # an interrupt must not leave memory registered that is unmapped
             self.release()
             raise
         self.pinned = True
@@ -399,13 +399,13 @@ class DriverBackend(TorchBackend):
 
     def _node_next_to_device(self) -> int | None:
         """Where nobody chose: the device's own node, as long as this process may use it."""
-        node = numa_node_of(self.driver.pci_bus_id(self.index))
-        if node is not None:
-            try:
+        try:
+            node = numa_node_of(self.driver.pci_bus_id(self.index))
+            if node is not None:
                 usable_cpus(node)
-            except ConfigurationError as error:
-                logger.info("host memory is not placed next to the device: %s", error)
-                return None
+        except (ConfigurationError, DriverError) as error:
+            logger.info("host memory is not placed next to the device: %s", error)
+            return None
         return node
 
     def lower(self, plan: CopyPlan) -> Descriptors:
@@ -440,7 +440,8 @@ class DriverBackend(TorchBackend):
             except DriverError as error:
                 if error.code != NOT_SUPPORTED:
                     raise
-                # Found out with the first call: nothing was enqueued.
+                # Mostly found out with the first call. What an earlier one enqueued is copied once
+                # more, to the same place, behind it in the stream.
                 self._do_without_batches(error)
             else:
                 return

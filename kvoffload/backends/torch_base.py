@@ -1,7 +1,7 @@
 """Streams, events and pinned memory of torch: a base for any device that torch knows.
 
-A backend on this base implements ``probe`` and ``swap_blocks``; with
-:class:`kvoffload.backends.index_copy.IndexCopy` the second is a line.
+A backend on this base implements ``probe`` and ``swap_blocks``; one on
+:class:`kvoffload.backends.index_copy.IndexCopyBackend` only the first.
 """
 
 from __future__ import annotations

@@ -52,10 +52,8 @@ class CudaBackend(DriverBackend):
         if named not in WAYS:
             source = "way" if way else ENVIRONMENT
             raise ConfigurationError(f"{source}: {named!r} is none of {', '.join(WAYS)}")
-        if named == KERNEL and not kernel.is_available():
-            raise ConfigurationError(
-                "copying with a kernel needs triton; pip install triton, or choose 'dma'"
-            )
+        if named == KERNEL:
+            kernel.require()
         self.way = named
         """May be changed while no job is in flight."""
         self._kernel_up_to = kernel_up_to
@@ -94,7 +92,7 @@ class CudaBackend(DriverBackend):
     def enqueue(
         self, copies: Descriptors, plan: CopyPlan, stream: torch.Stream, keep: Keep[Any]
     ) -> None:
-        # A kernel reads host memory in place; it must be pinned, and nobody may be writing it.
+        # A kernel reads host memory in place, in the order of the stream; it must be pinned.
         if plan.src_on_host and self.capabilities.pinned_memory and self.kernel_up_to:
             ways = choose_ways(copies, self.kernel_up_to)
             if len(ways.kernel.size):

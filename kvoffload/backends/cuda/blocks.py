@@ -29,13 +29,9 @@ def choose_ways(copies: Descriptors, kernel_up_to: int) -> Ways:
         copies: coalesced.
         kernel_up_to: bytes of the largest copy for the kernel; 0 for none.
     """
-    if kernel_up_to <= 0:
-        return Ways(copies, Descriptors(*(column[:0] for column in copies)))
     small = copies.size <= kernel_up_to
     aligned = (copies.src | copies.dst | copies.size) % np.uint64(WORD) == 0
     mine = small & aligned
-    if not mine.any():
-        return Ways(copies, Descriptors(*(column[:0] for column in copies)))
     return Ways(
         Descriptors(*(column[~mine] for column in copies)),
         Descriptors(*(column[mine] for column in copies)),

@@ -25,6 +25,18 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def require() -> None:
+    """Check that there is triton.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not is_available():
+        raise ConfigurationError(
+            "copying with a kernel needs triton; pip install triton, or choose 'dma'"
+        )
+
+
 class CopyKernel:
     """Copies ranges of whole words, a program for each.
 
@@ -33,10 +45,7 @@ class CopyKernel:
     """
 
     def __init__(self) -> None:
-        if not is_available():
-            raise ConfigurationError(
-                "copying with a kernel needs triton; pip install triton, or choose 'dma'"
-            )
+        require()
         self._kernel: Any = _compile()
 
     def enqueue(self, copies: Descriptors, stream: torch.Stream, keep: Keep[Any]) -> None:

@@ -380,3 +380,28 @@ def test_polling_beside_a_capture_is_answered(fake: FakeDevice, lab: Lab) -> Non
     results = lab.worker.get_finished()
     fake.set_global_capture(False)
     assert [(result.job_id, result.error) for result in results] == [(job, None)]
+
+
+def test_an_interrupt_between_two_pieces_leaves_nothing_registered(fake: FakeDevice) -> None:
+    before = fake.counts().registrations
+    backend = cuda(piece_bytes=4096)
+    register, pieces = backend.driver.register, 0
+
+    def interrupted(address: int, nbytes: int) -> None:
+        nonlocal pieces
+        pieces += 1
+        if pieces == 3:
+            raise KeyboardInterrupt
+        register(address, nbytes)
+
+    backend.driver.register = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        backend.allocate_host(4 * 4096)
+    assert fake.counts().registrations == before
+
+
+def test_a_driver_that_does_not_tell_where_a_device_is_is_no_obstacle(fake: FakeDevice) -> None:
+    fake.fail_call("cuDeviceGetPCIBusId", code=OUT_OF_MEMORY)
+    memory = cuda().allocate_host(8192)
+    assert (memory.pinned, memory.numa_node) == (True, None)
+    memory.release()

@@ -9,8 +9,7 @@ import weakref
 from typing import Any
 
 from kvoffload.core.lanes import Lane
-from kvoffload.rig import Fault
-from kvoffload.testing.conformance.check import Guarantee, MakeBackend, check, require
+from kvoffload.testing.conformance.check import Guarantee, MakeBackend, check, require, skip
 from kvoffload.testing.conformance.lab import Cache, Lab
 
 MOST_EVENTS = 6
@@ -86,6 +85,8 @@ def nothing_grows_with_the_number_of_jobs(lab: Lab) -> None:
 
 @check(Guarantee.ACCOUNTING)
 def failed_jobs_give_everything_back(lab: Lab) -> None:
+    if not lab.rig.faults:
+        skip("the rig of this device cannot inject faults")
     lab.fill_all()
 
     def held() -> int:
@@ -99,8 +100,6 @@ def failed_jobs_give_everything_back(lab: Lab) -> None:
                 lab.rig.inject(fault, lane)
                 lab.finish(lab.submit(lane))
 
-    assert_faults = sorted(lab.rig.faults, key=lambda fault: fault.value)
-    require(assert_faults == [] or Fault.SUBMIT in assert_faults, "a rig that injects half")
     _one_round(lab)
     fail_everywhere()
     before = held()
